@@ -102,13 +102,13 @@ class Scene(Destination):
     def __init__(self, attack: Attack) -> None:
         super().__init__(attack)
         self.src = source_plan(self.tokens)
-        self.struck, self.well = self.source(1), self.source(2)
+        self.struck, self.well = self.start_source(1), self.start_source(2)
         self.right = {seed: after(self.src, seed, self.dst, 7, self.tokens) for seed in (1, 2)}
         self.right[7] = contents(self.dst, 7)
         self.right_source = contents(self.src, 1)
         self.seconds = {how: self._typical(how) for how in ("direct", "staged")}
 
-    def source(self, seed: int) -> Child:
+    def start_source(self, seed: int) -> Child:
         about = {"tokens": self.tokens, "settings": self.wire.settings} | self.wire.node
         return Child().start(self.src, self.wire.name, seed, **about)
 
@@ -151,7 +151,7 @@ class Scene(Destination):
             time.sleep(0.02)
             if not far.process.is_alive():
                 faults += self.ended(far.close(), "a source died by itself ({})")
-                setattr(self, name, self.source(seed))
+                setattr(self, name, self.start_source(seed))
         return faults
 
     def close(self) -> list[str]:

@@ -24,7 +24,7 @@ def forked_children(attack: Attack) -> Outcome:
     try:
         for _ in range(max(2, attack.tries // 4)):
             scene.struck.close()
-            scene.struck = scene.source(1)
+            scene.struck = scene.start_source(1)
             source = scene.rng.random() < 0.5
             faults = _killed_source(scene) if source else _killed_reader(scene)
             scene.struck.kill()

@@ -22,13 +22,13 @@ def killed_peers(attack: Attack) -> Outcome:
     """Whoever is killed leaves no wrong byte, no lease, buffer, descriptor or segment behind."""
     unused = unused_segments()
     scene, outcome = Scene(attack), Outcome(noted=attack.noted)
-    spare, opened = scene.source(1), list[Open]()
+    spare, opened = scene.start_source(1), list[Open]()
     scene.struck.kill()
     scene.struck.close()
     scene.struck = spare
     try:
         for _ in range(attack.tries):
-            spare = scene.source(1)
+            spare = scene.start_source(1)
             faults, hit = _killed(scene)
             scene.struck.close()
             scene.struck = spare

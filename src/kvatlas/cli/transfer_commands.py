@@ -21,10 +21,10 @@ def check(
         str | None,
         typer.Argument(metavar="PLAN", help="The destination's plan file.", show_default=False),
     ] = None,
-    source: Annotated[
+    source_options: Annotated[
         str | None, typer.Option("--from", help="Plan options of the source: tp=2,layout=LBHNC")
     ] = None,
-    target: Annotated[
+    target_options: Annotated[
         str | None, typer.Option("--to", help="Plan options of the destination: tp=4,block-size=32")
     ] = None,
     many: Annotated[
@@ -46,7 +46,7 @@ def check(
     from kvatlas.cli.check import check_parts, two_plans
     from kvatlas.routing import check as check_route
 
-    src, dst = two_plans(first, second, source, target)
+    src, dst = two_plans(first, second, source_options, target_options)
     found = check_route(src, dst, tokens=many, convert=convert)
     answer(as_json, found.as_dict(), *check_parts(src, dst, found))
     if not found.ok:
@@ -98,8 +98,10 @@ def doctor(
 
 def move(
     model: Annotated[str, MODEL],
-    source: Annotated[str, typer.Option("--from", help="Plan options of the source: tp=2")] = "",
-    target: Annotated[
+    source_options: Annotated[
+        str, typer.Option("--from", help="Plan options of the source: tp=2")
+    ] = "",
+    target_options: Annotated[
         str, typer.Option("--to", help="Plan options of the destination: layout=BHLNC")
     ] = "",
     many: Annotated[int, typer.Option("--tokens", help="Tokens of the request.")] = 512,
@@ -132,7 +134,7 @@ def move(
         raise typer.BadParameter("choose auto, direct or staged.", param_hint="'--how'")
     with quiet("Moving a request between two processes ..."):
         chosen = choose_transport(transport)
-        ends = (("'--from'", source), ("'--to'", target))
+        ends = (("'--from'", source_options), ("'--to'", target_options))
         src, dst = (
             small_plan(PlanOptions(model=model, **changes(text, where)), many)
             for where, text in ends

@@ -126,10 +126,10 @@ class _PostedAsRuns(PreparedRuns):
     def post(self, src: Tables, dst: Tables) -> Posted | None:
         """Compute the runs of one request and post them."""
         runs = []
-        for source, target, pattern, blocks in self._patterns:
+        for read_at, write_at, pattern, blocks in self._patterns:
             known = {group: np.where(ids < blocks, ids, 0) for group, ids in src.items()}
             grid = pattern.grid(known, dst)
             starts, spans = (grid.starts.src, grid.starts.dst), (grid.src, grid.dst, grid.length)
-            runs.append(AddressRuns(source, target, starts, spans))
+            runs.append(AddressRuns(read_at, write_at, starts, spans))
         self._queue.after_caller()
         return self._queue.post(runs)

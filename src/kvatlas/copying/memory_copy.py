@@ -225,13 +225,13 @@ def _elements(buffer: Bytes, size: int) -> NDArray[Any]:
 
 
 def _one_by_one(src: Bytes, dst: Bytes, src_at: Int64s, dst_at: Int64s, length: Int64s) -> Steps:
-    source, target = src.data, dst.data
+    read_from, write_to = src.data, dst.data
     src_address, dst_address = src.ctypes.data, dst.ctypes.data
     columns = split_runs(src_at, dst_at, length)
     moved = 0
     for start, to, size in zip(*(column.tolist() for column in columns), strict=True):
         if size < _UNLOCKED:
-            target[to : to + size] = source[start : start + size]
+            write_to[to : to + size] = read_from[start : start + size]
         else:
             ctypes.memmove(dst_address + to, src_address + start, size)
         moved += size

@@ -75,13 +75,13 @@ def copy_pools(copies: Iterable[Copy], src: Mapping[int, Bytes], dst: Mapping[in
     [8, 9, 12, 13, 0, 1, 4, 5]
     """
     for copy in copies:
-        source, target = find_pool(src, copy.src_pool), find_pool(dst, copy.dst_pool)
+        from_pool, to_pool = find_pool(src, copy.src_pool), find_pool(dst, copy.dst_pool)
         if copy.starts is ORIGIN:
-            for _ in copy_runs(source, target, copy.src, copy.dst, copy.length):
+            for _ in copy_runs(from_pool, to_pool, copy.src, copy.dst, copy.length):
                 pass
         elif len(copy):
             check_bounds([copy], src, dst)
-            _copy_grid(copy, source, target)
+            _copy_grid(copy, from_pool, to_pool)
 
 
 def _copy_grid(copy: Copy, source: Bytes, target: Bytes) -> None:

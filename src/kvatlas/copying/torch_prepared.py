@@ -326,13 +326,15 @@ def _copies(
 
     ids = {(one.end, one.group): one.among(table.pinned) for one in groups}
     copies = []
-    for source, target, pattern, blocks in patterns:
+    for read_at, write_at, pattern, blocks in patterns:
         made = pattern.template
         spans = BlockSpans(made.entries, made.offsets, made.length, pattern.strides, blocks)
         src, dst = ids[0, pattern.groups[0]], ids[1, pattern.groups[1]]
         starts = queue.placed(made.starts.ends)
         with queue.on_stream():
-            copies.append(RepeatedCopy((source, target), starts, spans, (src, dst), queue.programs))
+            copies.append(
+                RepeatedCopy((read_at, write_at), starts, spans, (src, dst), queue.programs)
+            )
     return copies
 
 

@@ -114,13 +114,13 @@ class Compiler:
 
     def group_pair(self, layer: str, needed: NeededShard) -> GroupPair:
         """Return the source and destination groups between which a layer's shard is copied."""
-        source = needed.sources[0]
-        src, dst = self.src.parts[layer][source.part], self.dst.parts[layer][needed.part]
+        chosen = needed.sources[0]
+        src, dst = self.src.parts[layer][chosen.part], self.dst.parts[layer][needed.part]
         return GroupPair(
             (self.src.region(src).group, self.dst.region(dst).group),
             self.src.specs[layer].tokens_per_state,
             self.visibilities[layer],
-            (source.cells, needed.cells),
+            (chosen.cells, needed.cells),
         )
 
     def fields_chosen_by(self, layer: str, part: LayerPart) -> Mapping[str, FieldView]:
@@ -216,16 +216,16 @@ class Compiler:
 
     def _strip(self, layer: str, needed: NeededShard) -> StridedRuns:
         """Return the runs that copy a shard between two regions, from page 0 to page 0."""
-        source = needed.sources[0]
-        src = self.src.views(layer, self.src.parts[layer][source.part])[needed.field]
+        chosen = needed.sources[0]
+        src = self.src.views(layer, self.src.parts[layer][chosen.part])[needed.field]
         dst = self.dst.views(layer, self.dst.parts[layer][needed.part])[needed.field]
         axis = dst.field.sharding.axis
         ends = src.placement, dst.placement
-        key = (*ends, axis, source.local, needed.local, needed.length)
+        key = (*ends, axis, chosen.local, needed.local, needed.length)
         if key not in self._runs:
             here, there = tile_alike(*ends)
             if axis is not None:
-                here = here.narrow(axis, source.local, needed.length)
+                here = here.narrow(axis, chosen.local, needed.length)
                 there = there.narrow(axis, needed.local, needed.length)
             self._runs[key] = StridedRuns.between(here, there)
         return self._runs[key]

@@ -134,11 +134,11 @@ class ConvertingCompiler(Compiler):
         return self.conversion.cells[layer, field if self._recurrent(layer) else "rows"]
 
     def _box(self, names: list[str], needed: NeededShard) -> ConvertedBox:
-        layer, source = names[0], needed.sources[0]
+        layer, chosen = names[0], needed.sources[0]
         cells = self.cells(layer, needed.field)
         axes = self._axes(layer, needed)
-        src, dst = self.src.parts[layer][source.part], self.dst.parts[layer][needed.part]
-        here = (self.src, src, source.local, source.cells)
+        src, dst = self.src.parts[layer][chosen.part], self.dst.parts[layer][needed.part]
+        here = (self.src, src, chosen.local, chosen.cells)
         there = (self.dst, dst, needed.local, needed.cells)
         ends = [
             self._end(names, needed, cell, axes, *end)

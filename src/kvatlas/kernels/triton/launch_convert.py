@@ -183,7 +183,7 @@ def fold_conversion(
 
 
 def _parts(
-    source: LayerCache, target: LayerCache, src: TensorScales, dst: TensorScales
+    source: LayerCache, target: LayerCache, src_scales: TensorScales, dst_scales: TensorScales
 ) -> list[_Part]:
     """Return the parts of a layer to convert: one for K and V if possible, else one per field."""
     held = [
@@ -207,7 +207,7 @@ def _parts(
                 ),
                 ends,
                 (source.page.field(name).dtype, target.page.field(name).dtype),
-                _scale(source, src, name) / _scale(target, dst, name),
+                _scale(source, src_scales, name) / _scale(target, dst_scales, name),
             )
         )
     return _both_sides(source, target, parts) or parts

@@ -161,9 +161,9 @@ class RankReads:
         """Tear down the link of a stalled read before another read fills the same blocks."""
         connection = self.lease.connection
         connection.link.sever()
-        patience = time.monotonic() + _SEVERED
+        severed_by = time.monotonic() + _SEVERED
         while not all(handle.settle() for handle in self._given_up["blocks"]):
-            if time.monotonic() > patience:
+            if time.monotonic() > severed_by:
                 problem = "A stalled read may still write to the blocks after its link was closed"
                 got = f"a read from {connection.endpoint}"
                 hint = "Retry the transfer with other blocks"

@@ -180,10 +180,10 @@ class Link(ABC):
         If `write` is true, this end is the source, otherwise the peer.
         """
         src, dst = (self.mine, self.theirs) if write else (self.theirs, self.mine)
-        source = np.concatenate([copy.src + src[copy.src_pool].address for copy in copies])
-        target = np.concatenate([copy.dst + dst[copy.dst_pool].address for copy in copies])
+        read_at = np.concatenate([copy.src + src[copy.src_pool].address for copy in copies])
+        write_at = np.concatenate([copy.dst + dst[copy.dst_pool].address for copy in copies])
         length = np.concatenate([copy.length for copy in copies])
-        return (source, target, length) if write else (target, source, length)
+        return (read_at, write_at, length) if write else (write_at, read_at, length)
 
     def check(self) -> None:
         """Raise an error if the link or its transport is closed, or the peer is lost."""

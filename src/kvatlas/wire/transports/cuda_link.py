@@ -221,9 +221,9 @@ class CudaLink(Link):
         try:
             far = self._map({dst if write else src for src, dst in pools}, mapped)
             near = {pool: at.address for pool, at in self.mine.items()}
-            source, target = (near, far) if write else (far, near)
+            read_at, write_at = (near, far) if write else (far, near)
             placed = [
-                one.between(source[src], target[dst])
+                one.between(read_at[src], write_at[dst])
                 for one, (src, dst) in zip(runs, pools, strict=True)
             ]
             return self._queue.post(placed), unused
