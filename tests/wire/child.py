@@ -94,12 +94,12 @@ class Rank:
             found += sum(int((guard != GUARDED).sum()) for guard in (whole[:GUARD], whole[-GUARD:]))
         return found
 
-    def offer(self, request: str, seconds: float = 60.0, **given: Any) -> None:
+    def offer(self, request: str, timeout: float = 60.0, **given: Any) -> None:
         def noted(request: str, why: str) -> None:
             self.released.append((request, why))
 
         about: Json = {"blocks": self.blocks, "tokens": self.tokens} | given
-        self.node.offer(request, seconds=seconds, released=noted, **about)
+        self.node.offer(request, timeout=timeout, released=noted, **about)
 
     def left(self) -> Json:
         """What is still lent, leased or under way: all zero where nothing is."""
@@ -162,11 +162,11 @@ def _with_identity(about: Json) -> Json:
 def _moved(rank: Rank, way: str, endpoints: list[str], **about: Any) -> Json:
     about |= {"tokens": rank.tokens}
     try:
-        with Session(rank.node, endpoints, seconds=5) as session:
+        with Session(rank.node, endpoints, timeout=5) as session:
             if way == "pull":
-                session.pull(dst_blocks=rank.blocks, **about).wait()
+                session.pull(destination_blocks=rank.blocks, **about).wait()
             else:
-                session.push(src_blocks=rank.blocks, **about).wait()
+                session.push(source_blocks=rank.blocks, **about).wait()
     except AtlasError as refused:
         return {"code": str(refused.code)}
     return {"code": "ready"}

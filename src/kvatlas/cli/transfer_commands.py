@@ -46,9 +46,9 @@ def check(
     from kvatlas.cli.check import check_parts, two_plans
     from kvatlas.routing import check as check_route
 
-    src, dst = two_plans(first, second, source_options, target_options)
-    found = check_route(src, dst, tokens=many, convert=convert)
-    answer(as_json, found.as_dict(), *check_parts(src, dst, found))
+    source, destination = two_plans(first, second, source_options, target_options)
+    found = check_route(source, destination, tokens=many, convert=convert)
+    answer(as_json, found.as_dict(), *check_parts(source, destination, found))
     if not found.ok:
         raise typer.Exit(1)
 
@@ -135,13 +135,17 @@ def move(
     with quiet("Moving a request between two processes ..."):
         chosen = choose_transport(transport)
         ends = (("'--from'", source_options), ("'--to'", target_options))
-        src, dst = (
+        source, destination = (
             small_plan(PlanOptions(model=model, **changes(text, where)), many)
             for where, text in ends
         )
-        moved = move_request(src, dst, many, chosen, how, convert)  # type: ignore[arg-type]
+        moved = move_request(source, destination, many, chosen, how, convert)  # type: ignore[arg-type]
         ranks = list(moved)
-    answer(as_json, {"transport": chosen, "ranks": ranks}, *move_parts(src, dst, chosen, ranks))
+    answer(
+        as_json,
+        {"transport": chosen, "ranks": ranks},
+        *move_parts(source, destination, chosen, ranks),
+    )
     if any(rank.wrong for rank in ranks):
         raise typer.Exit(1)
 

@@ -41,10 +41,10 @@ class WrittenLayers:
             self._written[layer] = mark
             self._changed.notify_all()
 
-    def wait(self, layer: str, seconds: float) -> tuple[bool, int | None]:
-        """Wait up to `seconds` until the layer is added. Return (added, GPU event of the layer)."""
+    def wait(self, layer: str, timeout: float) -> tuple[bool, int | None]:
+        """Wait up to `timeout` until the layer is added. Return (added, GPU event of the layer)."""
         with self._changed:
-            written = self._changed.wait_for(lambda: layer in self._written, seconds)
+            written = self._changed.wait_for(lambda: layer in self._written, timeout)
             return written, self._written.get(layer)
 
 
@@ -111,7 +111,7 @@ class Offer:
                     Code.UNKNOWN_REQUEST,
                     "The given source blocks are not the blocks of the offer",
                     got=f"different block ids for group {group}",
-                    hint="Omit src_blocks= to use the blocks of the offer",
+                    hint="Omit source_blocks= to use the blocks of the offer",
                 )
         # A lone recurrent state is the one after the last token.
         alone = any(

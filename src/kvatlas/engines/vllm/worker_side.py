@@ -112,7 +112,7 @@ class WorkerSide:
             _AT_ONCE, thread_name_prefix="kvatlas-vllm", initializer=self._reading.join
         )
         self._sessions = EngineSessions(
-            self.node, seconds=min(10.0, settings.pull_seconds), close=self._beside.submit
+            self.node, timeout=min(10.0, settings.pull_seconds), close=self._beside.submit
         )
         self._releases = LingeringReleases(self._release_beside, seconds=_LINGER_SECONDS)
         self._pulls: dict[str, _Pull] = {}
@@ -180,7 +180,7 @@ class WorkerSide:
         seconds = self._settings.lease_seconds
         try:
             self.node.offer(
-                order.name, tables, order.tokens, seconds=seconds, released=self._released
+                order.name, tables, order.tokens, timeout=seconds, released=self._released
             )
         except AtlasError as refusal:
             # A reader then recomputes or fails, depending on its kv_load_failure_policy.
@@ -227,10 +227,10 @@ class WorkerSide:
         transfer = pull.begin(
             lambda: session.pull(
                 order.remote.request,
-                dst_blocks=dict(enumerate(order.tables)),
+                destination_blocks=dict(enumerate(order.tables)),
                 tokens=(order.start, order.stop),
                 layers=layers,
-                seconds=settings.pull_seconds,
+                timeout=settings.pull_seconds,
                 how=settings.how,
                 checksums=settings.checksums,
                 final=order.final,

@@ -282,7 +282,10 @@ class ExpectedRequests:
         """Return how many bytes all source ranks together must deliver for the request."""
         node, tokens = self._node, (expected.start, expected.stop)
         return node.route_from(peer).needed_bytes(
-            dst_rank=node.rank, tokens=tokens, layers=None, dst_blocks=expected.blocks
+            destination_rank=node.rank,
+            tokens=tokens,
+            layers=None,
+            destination_blocks=expected.blocks,
         )
 
     def _replace_older(self, expected: Expected, one: Announcement) -> None:

@@ -229,7 +229,7 @@ class PullPipeline:
         Adjacent runs are joined. If `exact` is given, bytes outside of these ranges are not read.
         """
         read = batch.read(self._reads.buffers[nth] * self._node.staging.piece)
-        return [read if exact is None else exact[read.src_pool].clip(read)]
+        return [read if exact is None else exact[read.source_pool].clip(read)]
 
     def _spread(self, batch: LandingBatch, nth: int) -> int:
         """Scatter a batch from a worker's buffer into the blocks. Return its number of bytes."""

@@ -191,7 +191,7 @@ class RankPull:
             ours = self._received[start, stop]
         else:
             part = stream.copies(start, stop)
-            ours = stream_sums(self.node.mover, part, piece, key, src=False)
+            ours = stream_sums(self.node.mover, part, piece, key, source=False)
         if len(theirs) != len(ours):
             got = f"{len(theirs):,} bytes of checksums, expected {len(ours):,}"
             raise protocol.bad_handshake(got)
@@ -240,11 +240,11 @@ class RankReader:
             endpoint = left.popleft()
             # A replica that never answers leaves time for the others.
             remaining = transfer.deadline - time.monotonic()
-            patience = min(ANSWER_SECONDS, remaining / (len(left) + 1))
+            timeout = min(ANSWER_SECONDS, remaining / (len(left) + 1))
             try:
                 transfer.check_cancelled()
-                with self._connections.use(endpoint, time.monotonic() + patience) as connection:
-                    part = (self._node, connection, wanted, transfer, patience)
+                with self._connections.use(endpoint, time.monotonic() + timeout) as connection:
+                    part = (self._node, connection, wanted, transfer, timeout)
                     pull = RankPull(RankLease(*part, others=bool(left)))
                     pull.run()
                 return pull

@@ -136,7 +136,7 @@ class RankReads:
 
         deadline = lease.deadline
         if lease.others:
-            deadline = min(deadline, time.monotonic() + lease.patience)
+            deadline = min(deadline, time.monotonic() + lease.timeout)
         tried_again = lease.others
         try:
             _ = self.transfer.total  # computed during the read, if it is not known yet

@@ -53,7 +53,7 @@ class OfferingNode(NodeState):
         blocks: Any,
         tokens: Any,
         *,
-        seconds: float = 30.0,
+        timeout: float = 30.0,
         readers: Collection[str] | None = None,
         released: Released | None = None,
         recompute: int = 0,
@@ -72,7 +72,7 @@ class OfferingNode(NodeState):
         for each layer, and a `streamed` pull reads each layer as it becomes available. `identity`
         overrides the node's identity for this request, for example if it uses an adapter or a salt.
 
-        The offer expires after `seconds`. A transfer that is still in progress then delays this, by
+        The offer expires after `timeout`. A transfer that is still in progress then delays this, by
         up to three times as long.
 
         Several offers may share blocks. Raises `blocks_in_use` if a pull fills one of the blocks or
@@ -81,7 +81,7 @@ class OfferingNode(NodeState):
         self.process.check()
         held = self.checked_tables(blocks, tokens, "source", recompute=recompute)
         names = None if readers is None else frozenset(text_list(readers, "readers"))
-        lasting = min(duration(seconds, math.inf), _LONGEST_OFFER)
+        lasting = min(duration(timeout, math.inf), _LONGEST_OFFER)
         whose = self.identity if identity is None else checked_identity(identity)
         with self.lock:
             check_new_request(request, self.offers)
@@ -120,7 +120,7 @@ class OfferingNode(NodeState):
             problem = "There is no offer of this name, or it has expired"
             if offer is not None:
                 problem = "The offer is not layered"
-            hint = "Call offer(..., layered=True) first, with a larger seconds= if it expired"
+            hint = "Call offer(..., layered=True) first, with a larger timeout= if it expired"
             raise AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(request)[:300], hint=hint)
         offer.layers.add(layer, self.mark())
 
