@@ -111,8 +111,9 @@ def assert_prepared_arrives(move: Move, seed: int = 0) -> None:
         after = poison.copy()
         for source in made.sources(rank):
             prepared = made.prepare(
-                source_rank=source, destination_rank=rank, source_base=bases, destination_base=bases,
-                source_device=5, destination_device=6, layers=move.layers,
+                source_rank=source, source_base=bases, source_device=5,
+                destination_rank=rank, destination_base=bases, destination_device=6,
+                layers=move.layers,
             )  # fmt: skip
             mine, theirs = prepared.select(
                 source_blocks=move.source_blocks,

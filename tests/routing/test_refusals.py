@@ -31,7 +31,8 @@ HUGE = 10**30
 BLOCKS = SRC.num_blocks
 
 GIVEN: dict[str, Any] = {
-    "source_rank": 0, "destination_rank": 1, "source_blocks": [3, 1, 2], "destination_blocks": [5, 0], "tokens": 40,
+    "source_rank": 0, "destination_rank": 1,
+    "source_blocks": [3, 1, 2], "destination_blocks": [5, 0], "tokens": 40,
 }  # fmt: skip
 
 BINDS: list[tuple[Code, dict[str, Any]]] = [
@@ -104,7 +105,8 @@ def test_words_and_fractions_are_not_numbers(wrong: Any) -> None:
         with pytest.raises(AtlasError):
             WAY.bind(**{**GIVEN, **changed})
     for asked in (
-        {"destination_rank": wrong}, {"tokens": wrong}, {"destination_blocks": [wrong, 0]}, {"destination_blocks": wrong},
+        {"destination_rank": wrong}, {"tokens": wrong},
+        {"destination_blocks": [wrong, 0]}, {"destination_blocks": wrong},
     ):  # fmt: skip
         with pytest.raises(AtlasError):
             WAY.needs(

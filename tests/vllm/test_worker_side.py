@@ -140,7 +140,8 @@ def test_requests_are_read_between_engines_of_unlike_ranks_and_blocks() -> None:
                 route(source.plan, target.plan),
                 {rank: {0: pool} for rank, pool in enumerate(source.pools)},
                 {rank: {0: pool} for rank, pool in enumerate(right)},
-                source_blocks=dict(enumerate(SRC)), destination_blocks=dict(enumerate(DST)), tokens=149,
+                source_blocks=dict(enumerate(SRC)), destination_blocks=dict(enumerate(DST)),
+                tokens=149,
             )  # fmt: skip
             target.order(pulls=[pull(source)])  # before it is offered: it is waited for
             time.sleep(0.05)

@@ -204,7 +204,8 @@ def expected(
     right = {index: whole.copy() for index, whole in dst.buffers[rank].before.items()}
     for source in way.sources(rank):
         copies = way.bind(
-            source_rank=source, destination_rank=rank, source_blocks=src.blocks, destination_blocks=dst.blocks,
+            source_rank=source, destination_rank=rank,
+            source_blocks=src.blocks, destination_blocks=dst.blocks,
             tokens=dst.tokens if tokens is None else tokens, layers=layers,
         ).copies  # fmt: skip
         for copy in copies:

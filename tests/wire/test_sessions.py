@@ -428,8 +428,8 @@ def test_metrics_count_what_was_moved() -> None:
         way = route(source.plan, target.plan)
         bound = [
             way.bind(
-                source_rank=r, destination_rank=0, source_blocks=source.blocks, destination_blocks=target.blocks,
-                tokens=50,
+                source_rank=r, destination_rank=0,
+                source_blocks=source.blocks, destination_blocks=target.blocks, tokens=50,
             )
             for r in (0, 1)
         ]  # fmt: skip

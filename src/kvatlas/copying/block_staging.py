@@ -206,7 +206,8 @@ def address_runs(
     return [
         AddressRuns(
             source[grid.source_pool].address, destination[grid.destination_pool].address,
-            (grid.starts.source, grid.starts.destination), (grid.source, grid.destination, grid.length),
+            (grid.starts.source, grid.starts.destination),
+            (grid.source, grid.destination, grid.length),
         )
         for grid in grids
     ]  # fmt: skip

@@ -60,8 +60,8 @@ def checksums(
 ) -> Int64s:
     """Return one CRC-32 for each `piece` bytes of the stream of `copies`.
 
-    The stream is the concatenation of the runs. If `source` is true, `pools` are the source's pools,
-    otherwise the destination's.
+    The stream is the concatenation of the runs. If `source` is true, `pools` are the source's
+    pools, otherwise the destination's.
     """
     if not source:
         copies = [copy.reversed() for copy in copies]

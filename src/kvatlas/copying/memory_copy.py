@@ -130,7 +130,8 @@ def copy_runs(
     `source_at` and `destination_at` are the byte offsets of the runs in the buffers.
 
     >>> source, destination = np.arange(8, dtype=np.uint8), np.zeros(8, np.uint8)
-    >>> for _ in copy_runs(source, destination, np.array([6, 0]), np.array([0, 5]), np.array([2, 3])):
+    >>> runs = np.array([6, 0]), np.array([0, 5]), np.array([2, 3])
+    >>> for _ in copy_runs(source, destination, *runs):
     ...     pass
     >>> destination.tolist()
     [6, 7, 0, 0, 0, 0, 1, 2]

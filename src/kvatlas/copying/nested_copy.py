@@ -35,7 +35,8 @@ def copy_nested(source: Bytes, destination: Bytes, places: NestedSteps, length: 
     """Copy runs of `length` bytes from `source` to `destination`, at the offsets in `places`.
 
     >>> source, destination = np.arange(16, dtype=np.uint8), np.zeros(8, np.uint8)
-    >>> copy_nested(source, destination, NestedSteps.of(np.array([0, 4, 8, 12]), np.array([0, 2, 4, 6])), 2)
+    >>> places = NestedSteps.of(np.array([0, 4, 8, 12]), np.array([0, 2, 4, 6]))
+    >>> copy_nested(source, destination, places, 2)
     >>> destination.tolist()
     [0, 1, 4, 5, 8, 9, 12, 13]
     """

@@ -78,8 +78,9 @@ class LandingBatch(NamedTuple):
 class _Tiles(NamedTuple):
     """The tiles of one copy. A tile is a set of runs that are close together at the source.
 
-    `source` and `destination` are the offsets of the tiles relative to a span (contiguous byte range) of
-    `grid`, and are the same for each span. `steps` are the strides between the runs of a tile.
+    `source` and `destination` are the offsets of the tiles relative to a span (contiguous byte
+    range) of `grid`, and are the same for each span. `steps` are the strides between the runs of a
+    tile.
     """
 
     grid: Copy

@@ -104,15 +104,16 @@ def copy_request(
 ) -> int:
     """Copy a request between ranks in this process. Return the number of bytes written.
 
-    `source` and `destination` are byte arrays by rank, then by pool index. If the route converts, so does the
-    copy.
+    `source` and `destination` are byte arrays by rank, then by pool index. If the route converts,
+    so does the copy.
 
     >>> import numpy as np
     >>> from kvatlas.planning import plan
     >>> from kvatlas.routing import route
     >>> made = plan("Qwen3-8B", memory="64MiB", max_len=64)
     >>> pools = [{0: {0: np.full(made.pools[0].nbytes, n, np.uint8)}} for n in (1, 2)]
-    >>> copy_request(route(made, made), *pools, source_blocks=[3], destination_blocks=[0], tokens=16)
+    >>> way = route(made, made)
+    >>> copy_request(way, *pools, source_blocks=[3], destination_blocks=[0], tokens=16)
     2359296
     >>> int((pools[1][0][0] == 1).sum())
     2359296

@@ -118,7 +118,7 @@ def join_ranges(starts: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s]:
 def join_copies(
     source: Int64s, destination: Int64s, length: Int64s
 ) -> tuple[Int64s, Int64s, Int64s]:
-    """Sort the byte ranges of a copy by `destination`; join ranges adjacent in both `source` and `destination`.
+    """Sort the byte ranges of a copy by `destination`; join ranges that are adjacent at both ends.
 
     >>> join_copies(np.array([8, 0, 32]), np.array([108, 100, 200]), np.array([4, 8, 4]))
     (array([ 0, 32]), array([100, 200]), array([12,  4]))

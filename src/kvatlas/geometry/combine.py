@@ -57,7 +57,7 @@ def append(first: Placement, second: Placement, *, axis: str) -> Placement:
 
 
 def tile_alike(source: Placement, destination: Placement) -> tuple[Placement, Placement]:
-    """Split axis C of `source` or `destination` into tiles (axes C and c) if only the other one is tiled.
+    """Split axis C of one placement into tiles (axes C and c) if only the other one is tiled.
 
     >>> row, tiles = Placement.packed([("C", 8)]), Placement.packed([("C", 2), ("c", 4)])
     >>> tile_alike(row, tiles) == tile_alike(tiles, row) == (tiles, tiles)

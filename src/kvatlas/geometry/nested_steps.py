@@ -14,7 +14,7 @@ from kvatlas.geometry.address_arrays import Int64s, outer_sum
 
 
 class Steps(NamedTuple):
-    """`times` offsets, `source` bytes apart at the source and `destination` bytes apart at the destination.
+    """`times` offsets: `source` bytes apart at one end, `destination` bytes apart at the other.
 
     >>> NestedSteps.of(np.array([0, 8, 16]), np.array([0, 5, 10])).steps
     (Steps(times=3, source=8, destination=5),)
@@ -46,7 +46,8 @@ class NestedSteps(NamedTuple):
         >>> source, destination = np.array([0, 1, 2, 8, 9, 10]), np.array([0, 4, 8, 100, 104, 108])
         >>> NestedSteps.of(source, destination)  # doctest: +NORMALIZE_WHITESPACE
         NestedSteps(source=array([0]), destination=array([0]),
-                    steps=(Steps(times=2, source=8, destination=100), Steps(times=3, source=1, destination=4)))
+                    steps=(Steps(times=2, source=8, destination=100),
+                           Steps(times=3, source=1, destination=4)))
         """
         steps: list[Steps] = []
         while (found := _innermost(source, destination)) is not None:

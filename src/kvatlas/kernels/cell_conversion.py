@@ -166,7 +166,7 @@ def _converted(fields: Fields, source: CellFormat, destination: CellFormat) -> F
 
 
 def _side(fields: Fields, source: CellFormat, destination: CellFormat, side: Side) -> Fields:
-    """Return the fields of K or V (`side`), converted from format `source` to format `destination`."""
+    """Return the fields of K or V (`side`), converted from `source` to `destination`."""
     one: Any = source.spec
     two: Any = destination.spec
     from_scale, to_scale = (getattr(end.scales, side) for end in (source, destination))

@@ -20,7 +20,11 @@ MOST_PAIRS = 32
 """Maximum number of pairs of ranks whose runs are drawn. The table lists all pairs."""
 
 
-class PairDrawing(msgspec.Struct, frozen=True, kw_only=True):
+_KEYS = {"source_rank": "src_rank", "destination_rank": "dst_rank"}
+"""JSON keys, which the page reads."""
+
+
+class PairDrawing(msgspec.Struct, frozen=True, kw_only=True, rename=_KEYS):
     """The runs from one rank to another."""
 
     source_rank: int

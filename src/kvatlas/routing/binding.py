@@ -40,7 +40,7 @@ class Starts:
 
     @classmethod
     def of(cls, source: Int64s, destination: Int64s, scales: Int64s | None = None) -> Starts:
-        """Create starts from source and destination offsets, which must be sorted by `destination`."""
+        """Create starts from offsets at both ends, which must be sorted by `destination`."""
         return cls(
             source,
             destination,
@@ -58,7 +58,7 @@ class Starts:
         return self.destination if end else self.source
 
     def touch(self, near: int, far: int) -> bool:
-        """Return whether two successive starts are `near` apart in `destination` and `far` in `source`."""
+        """Return whether successive starts are `near` apart in `destination`, `far` in `source`."""
         return bool(((np.diff(self.destination) == near) & (np.diff(self.source) == far)).any())
 
 
@@ -71,9 +71,10 @@ class Copy:
     """Runs to copy from one source pool to one destination pool.
 
     There is one run for every pair of a start and a span. Span i copies `length[i]` bytes from
-    offset `source[i]` to offset `destination[i]`, and a start adds one offset to `source` and one to `destination`. With
-    the single start `ORIGIN`, the spans are the runs. A thousand starts and a thousand spans
-    describe a million runs, and a kernel that adds them needs only two thousand numbers.
+    offset `source[i]` to offset `destination[i]`, and a start adds one offset to `source` and one
+    to `destination`. With the single start `ORIGIN`, the spans are the runs. A thousand starts and
+    a thousand spans describe a million runs, and a kernel that adds them needs only two thousand
+    numbers.
 
     >>> starts = Starts.of(np.array([0, 40]), np.array([0, 8]))
     >>> copy = Copy(0, 0, np.array([100, 200]), np.array([0, 4]), np.array([4, 4]), starts=starts)

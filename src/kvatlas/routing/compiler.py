@@ -133,7 +133,7 @@ class Compiler:
         return self.destination.views(layer, part)
 
     def choices(self, source_rank: int, destination_rank: int) -> list[tuple[Layers, NeededShard]]:
-        """Return (layers, shard) for every shard that `destination_rank` reads from `source_rank`."""
+        """Return (layers, shard) for every shard that one rank reads from another."""
         chosen = self._choose(destination_rank).get(source_rank, {})
         return [
             (alike, needed)
@@ -165,7 +165,7 @@ class Compiler:
         return (self.visibilities[layer], *ends)
 
     def _choose(self, destination_rank: int) -> dict[int, dict[str, list[NeededShard]]]:
-        """Choose source ranks for `destination_rank`; return its shards by source rank, then by layer."""
+        """Choose the source ranks of a rank; return its shards by source rank, then by layer."""
         if destination_rank in self._chosen:
             return self._chosen[destination_rank]
         stage, tp_rank = self.destination.plan.split_rank(destination_rank)

@@ -96,7 +96,7 @@ def check(
     costs: Costs | None = None,
     convert: str | None = None,
 ) -> Check:
-    """Return whether caches of `source` can be copied to `destination`, with all reasons if they cannot.
+    """Return whether caches of `source` can be copied to `destination`, or all reasons against it.
 
     `convert` names the conversions between different formats, as in `route`. The check needs no
     scales. Descriptors are counted for a request of `tokens` tokens whose blocks are scattered

@@ -86,7 +86,7 @@ class DescriptorGrid(NamedTuple):
     def indices(self, end: int, spots: SpanStarts, ids: Int64s, blocks: int) -> Int64s:
         """Return descriptor indices of the given chunks: all chunks of run 0, then of run 1, ...
 
-        The indices refer to `PreparedRoute.src` if `end` is 0, else to `PreparedRoute.dst`.
+        The indices refer to `PreparedRoute.source` if `end` is 0, else to `.destination`.
         Chunk i is chunk `spots.kernel[i]` of block `ids[i]`. The pool has `blocks` blocks.
         """
         each = self.pair.cells[end].split * self.chunks(end) * blocks
@@ -132,8 +132,8 @@ class PreparedRoute:
         """Return the descriptors of one end as rows (address, length, device, stride, count).
 
         Each row represents `count` descriptors that are `stride` bytes apart, one per block, in
-        the order of `source` or `destination`. Transports that support strides take these rows instead of
-        millions of descriptors. End 0 is the source and 1 the destination.
+        the order of `source` or `destination`. Transports that support strides take these rows
+        instead of millions of descriptors. End 0 is the source and 1 the destination.
         """
         lists = [np.zeros((0, 5), dtype=np.uint64)]
         for grid in self.grids:
@@ -148,7 +148,7 @@ class PreparedRoute:
     def select(
         self, *, source_blocks: Blocks, destination_blocks: Blocks, tokens: Any
     ) -> tuple[Int64s, Int64s]:
-        """Return (indices into `source`, indices into `destination`): the descriptors of a request's tokens.
+        """Return the descriptors of a request's tokens: indices into `source` and `destination`.
 
         Whole chunks are copied. The last chunk may extend past the tokens, and the first chunk
         of a window may begin before the window; both chunks stay in blocks of the request. A range

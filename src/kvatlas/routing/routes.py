@@ -80,7 +80,8 @@ class Route:
     -> tp 1, pp 1, BLHNC, blocks of 32>
     >>> way.sources(destination_rank=0)
     (0, 1)
-    >>> bound = way.bind(source_rank=1, destination_rank=0, source_blocks=[7, 4], destination_blocks=[2], tokens=32)
+    >>> blocks = {"source_blocks": [7, 4], "destination_blocks": [2]}
+    >>> bound = way.bind(source_rank=1, destination_rank=0, **blocks, tokens=32)
     >>> len(bound), bound.nbytes
     (4608, 2359296)
     """
@@ -120,7 +121,8 @@ class Route:
             for plan in (self.source, self.destination)
         )
         converting = f", {self.conversion.name}" if self.conversion else ""
-        return f"<Route of {self.destination.model}, {len(self.layers)} layers: {source} -> {destination}{converting}>"
+        layers = f"{self.destination.model}, {len(self.layers)} layers"
+        return f"<Route of {layers}: {source} -> {destination}{converting}>"
 
     def sources(self, destination_rank: int) -> tuple[int, ...]:
         """Return the source ranks from which a destination rank reads."""
@@ -148,10 +150,10 @@ class Route:
     ) -> BoundRoute:
         """Return the byte ranges that copy a request's tokens from one rank to another.
 
-        `source_blocks` and `destination_blocks` are the request's block ids in token order, by group.
-        Entries that are not needed may have any value. A recurrent group takes either one id, or
-        a table whose entry for the last token holds the state. `layers` restricts the copy to
-        the named layers, for example to send layers as they are computed.
+        `source_blocks` and `destination_blocks` are the request's block ids in token order, by
+        group. Entries that are not needed may have any value. A recurrent group takes either one
+        id, or a table whose entry for the last token holds the state. `layers` restricts the copy
+        to the named layers, for example to send layers as they are computed.
         """
         self._refuse_converting()
         request = self._request(
@@ -178,9 +180,9 @@ class Route:
         >>> from kvatlas.planning import plan
         >>> orders = ("LBNHC", "BHLNC")
         >>> ends = [plan("Qwen3-8B", memory="200GiB", layout=o, max_len=1 << 20) for o in orders]
-        >>> blocks = list(range(65536))
+        >>> blocks = dict.fromkeys(("source_blocks", "destination_blocks"), range(65536))
         >>> long = route(*ends).stream(
-        ...     source_rank=0, destination_rank=0, source_blocks=blocks, destination_blocks=blocks, tokens=1 << 20
+        ...     source_rank=0, destination_rank=0, **blocks, tokens=1 << 20
         ... )
         >>> long.nbytes >> 30, long.runs
         (144, 301989888)
@@ -207,8 +209,8 @@ class Route:
         """Return the converted bytes of a request as a stream, for a route with `convert=`.
 
         >>> from kvatlas.planning import plan
-        >>> source, destination = (plan("Qwen3-8B", memory="8GiB", kv_dtype=d) for d in ("fp8", "bf16"))
-        >>> way = route(source, destination, convert="fp8->bf16", source_scales=0.5)
+        >>> ends = (plan("Qwen3-8B", memory="8GiB", kv_dtype=d) for d in ("fp8", "bf16"))
+        >>> way = route(*ends, convert="fp8->bf16", source_scales=0.5)
         >>> blocks = {"source_blocks": [7], "destination_blocks": [2]}
         >>> way.converted(source_rank=0, destination_rank=0, **blocks, tokens=16)
         <ConvertedStream of 1,179,648 bytes that arrive as 2,359,296>

@@ -68,7 +68,7 @@ class SpanPattern(NamedTuple):
             out += made.offsets[end]
 
     def grid(self, source: Mapping[int, BlockIds], destination: Mapping[int, BlockIds]) -> Copy:
-        """Return a `Copy` with the runs of a request whose block tables are `source` and `destination`."""
+        """Return a `Copy` with the runs of a request, from its block tables at both ends."""
         made = self.template
         at = np.empty((2, len(made.length)), dtype=np.int64)
         self.fill(0, source, at[0])

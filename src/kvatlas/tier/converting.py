@@ -27,7 +27,8 @@ PLANS = 16
 class Converting:
     """A conversion of blocks to another cache dtype: its name and per-tensor scales.
 
-    >>> Converting("bf16->fp8", destination_scales=0.5) == Converting("bf16->fp8", destination_scales=0.5)
+    >>> half = Converting("bf16->fp8", destination_scales=0.5)
+    >>> half == Converting("bf16->fp8", destination_scales=0.5)
     True
     """
 
@@ -148,7 +149,8 @@ def _refuse_rescaling(source: Plan, destination: Plan, convert: Converting) -> N
         one, two = (without_packing(own[name]) for own in specs)
         if one == two and needs_scales(two) and mine.get(name) != theirs.get(name):
             problem = "A layer with the same format at both ends must have the same scales at both"
-            got = f"source_scales {mine.get(name)} and destination_scales {theirs.get(name)} for {name:.200}"
+            scales = f"source_scales {mine.get(name)} and destination_scales {theirs.get(name)}"
+            got = f"{scales} for {name:.200}"
             hint = "Fetch into a cache with the scales that the blocks were written with"
             raise AtlasError(Code.BAD_CONVERSION, problem, got=got, hint=hint)
 

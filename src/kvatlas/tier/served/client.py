@@ -1,7 +1,8 @@
 """`TierClient`: a tier that another process serves, with the same methods as `Tier`.
 
 An unreachable server counts as a miss: nothing matches, nothing is pinned, and storing raises
-`peer_lost`, all within `timeout`. Later calls connect to the next process that serves the tier.
+`peer_lost`, all within `timeout` seconds. Later calls connect to the next process that serves the
+tier.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ class TierClient:
         before: Callable[[], None] = lambda: None,
         closed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Connect to the server at a path. No call takes longer than `timeout`.
+        """Connect to the server at a path. No call takes longer than `timeout` seconds.
 
-        If there is no server, the client retries for `connect_timeout` seconds and calls `before` before
-        each attempt. `closed` is called when the client is closed.
+        If there is no server, the client retries for `connect_timeout` seconds and calls `before`
+        before each attempt. `closed` is called when the client is closed.
         """
         self.path = Path(path).absolute()
         self.timeout, self.connect_timeout = duration(timeout), duration(connect_timeout)

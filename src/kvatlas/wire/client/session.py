@@ -109,10 +109,11 @@ class Session:
     ) -> Transfer:
         """Read a request's tokens from its source ranks into blocks of this node.
 
-        `source_blocks` may be omitted: the source's offer contains them. `layers` are the names of the
-        layers to read; None for all. The pull fails after `timeout`. `how` selects the way to move
-        the bytes (see `How`), and `costs` replaces the measured costs for `auto`. If `checksums` is
-        true, the bytes at both ends are compared by checksums before the pull is ready.
+        `source_blocks` may be omitted: the source's offer contains them. `layers` are the names of
+        the layers to read; None for all. The pull fails after `timeout` seconds. `how` selects the
+        way to move the bytes (see `How`), and `costs` replaces the measured costs for `auto`. If
+        `checksums` is true, the bytes at both ends are compared by checksums before the pull is
+        ready.
 
         If `streamed` is true, layers arrive one by one: `Transfer.layers` lists the layers that
         have arrived, and `wait_layers` waits for some. The last `recompute` tokens are not
@@ -195,8 +196,8 @@ class Session:
 
         The destination must expect the request from this node, with the same tokens. This node
         offers the blocks to the destination and asks it to pull them. The push fails after
-        `timeout`. `how` selects the way to move the bytes (see `How`). If `checksums` is true, each
-        destination rank compares checksums of its part with this node.
+        `timeout` seconds. `how` selects the way to move the bytes (see `How`). If `checksums` is
+        true, each destination rank compares checksums of its part with this node.
 
         The transfer is ready once every destination rank has read its part. The blocks must not
         change until the transfer is `released`. Raises `blocks_in_use` if a pull is filling one of

@@ -149,7 +149,7 @@ class Transfer:
         self._fail(self._cancellation())
 
     def wait(self, timeout: float | None = None) -> Transfer:
-        """Wait for the end. Raise the transfer's error, or `deadline` after `timeout`."""
+        """Wait for the end. Raise the transfer's error, or `deadline` after `timeout` seconds."""
         left = self.deadline - time.monotonic()
         if timeout is None or timeout >= left:
             self._help()

@@ -114,7 +114,7 @@ class Lending:
         self._take_back(lease, loan, keep=False)
 
     def _wait_for(self, lease: Lease, count: int, timeout: float) -> Loan | None:
-        """Wait up to `timeout` for buffers. Return None if none became free."""
+        """Wait up to `timeout` seconds for buffers. Return None if none became free."""
         count = min(count, max(_PER_LEASE, self.count // 2), self.count)
         until = time.monotonic() + timeout
         while True:

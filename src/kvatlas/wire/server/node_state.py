@@ -280,8 +280,8 @@ class NodeState:
     ) -> AnyStream:
         """Return the stream of bytes to transfer between this node's blocks and a peer's.
 
-        `blocks` and `peer_blocks` are the block tables. If `incoming` is true, the peer is the source,
-        else this node is.
+        `blocks` and `peer_blocks` are the block tables. If `incoming` is true, the peer is the
+        source, else this node is.
         """
         between = self.route_from(peer) if incoming else self.route_to(peer)
         ends = (peer.rank, peer_blocks), (self.rank, blocks)
@@ -290,7 +290,8 @@ class NodeState:
         )
         bind = between.stream if between.conversion is None else between.converted
         return bind(
-            source_rank=source_rank, destination_rank=destination_rank, source_blocks=source_blocks, destination_blocks=destination_blocks,
+            source_rank=source_rank, destination_rank=destination_rank,
+            source_blocks=source_blocks, destination_blocks=destination_blocks,
             tokens=tokens, layers=layers,
         )  # fmt: skip
 
