@@ -86,7 +86,7 @@ class DescriptorGrid(NamedTuple):
     def indices(self, end: int, spots: SpanStarts, ids: Int64s, blocks: int) -> Int64s:
         """Return descriptor indices of the given chunks: all chunks of run 0, then of run 1, ...
 
-        The indices refer to `PreparedRoute.src` if `end` is 0, else to `PreparedRoute.dst`.
+        The indices refer to `PreparedRoute.source` if `end` is 0, else to `.destination`.
         Chunk i is chunk `spots.kernel[i]` of block `ids[i]`. The pool has `blocks` blocks.
         """
         each = self.pair.cells[end].split * self.chunks(end) * blocks
