@@ -20,7 +20,7 @@ class _Part(msgspec.Struct):
     text: str | None = None
 
 
-class Message(msgspec.Struct):
+class ChatMessage(msgspec.Struct):
     """One message of a chat."""
 
     role: str = ""
@@ -29,7 +29,7 @@ class Message(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    messages: list[Message] | None = None
+    messages: list[ChatMessage] | None = None
     prompt: str | list[int | str] | None = None
     tools: msgspec.Raw = _NONE
 
@@ -37,7 +37,7 @@ class _Body(msgspec.Struct):
 class _Row(_Body):
     body: _Body | None = None
     """The request of a batch file."""
-    input: str | list[Message] | None = None
+    input: str | list[ChatMessage] | None = None
     text_input: str | None = None
     output_length: int | None = None
     timestamp: float | str | None = None
@@ -78,7 +78,7 @@ class ChatRows(LineFormat):
         time = self._time(row)
         if isinstance(messages, str):
             tokens = [*self.text.of(messages)]
-        elif messages and not isinstance(messages[0], Message):
+        elif messages and not isinstance(messages[0], ChatMessage):
             tokens = self._mixed(messages)
         else:
             answered = len(messages) > 1 and messages[-1].role == "assistant"
@@ -93,7 +93,7 @@ class ChatRows(LineFormat):
         parts = ((one,) if isinstance(one, int) else self.text.of(one) for one in prompt)
         return [token for part in parts for token in part]
 
-    def tokens(self, messages: Sequence[Message]) -> list[int]:
+    def tokens(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Return the tokens of messages, each with its role before it."""
         found: list[int] = []
         for one in messages:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kvatlas.simulate.traces.chat_rows import ChatRows, Message
+from kvatlas.simulate.traces.chat_rows import ChatMessage, ChatRows
 from kvatlas.simulate.traces.line_format import Fields
 from kvatlas.simulate.traces.trace_builder import TraceRequest
 
@@ -39,7 +39,7 @@ class ShareGpt(ChatRows):
         """Yield one request for each answer of a conversation."""
         prompt: list[int] = []
         for turn in row.conversations:
-            tokens = self.tokens([Message(turn.speaker, turn.value)])
+            tokens = self.tokens([ChatMessage(turn.speaker, turn.value)])
             if turn.speaker in _ANSWERS and prompt:
                 yield self.of_tokens(prompt, len(tokens))
             prompt += tokens
