@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import re
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,14 +65,10 @@ def _zstd(file: BinaryIO) -> Any:
 
 
 def _corrupt() -> tuple[type[Exception], ...]:
-    """Return the errors that the installed libraries raise for corrupt files."""
-    found: list[type[Exception]] = [EOFError, gzip.BadGzipFile, zlib.error]
-    for name in ("compression.zstd", "zstandard"):
-        try:
-            found.append(import_module(name).ZstdError)
-        except ImportError:
-            continue
-    return tuple(found)
+    """Return the errors that the loaded libraries raise for corrupt files."""
+    loaded = (sys.modules.get(name) for name in ("compression.zstd", "zstandard"))
+    zstd = [library.ZstdError for library in loaded if library is not None]
+    return (EOFError, gzip.BadGzipFile, zlib.error, *zstd)
 
 
 def stem(path: Path) -> str:
