@@ -12,7 +12,7 @@ from kvatlas.simulate.prompt_spans import Spans
 from kvatlas.simulate.replay import Replay
 from kvatlas.simulate.replay_base import Outcome, ReplayPolicy
 from kvatlas.simulate.tiers import LowerTier, TieredReplay
-from kvatlas.simulate.trace_facts import TraceFacts, trace_facts
+from kvatlas.simulate.trace_contents import TraceFacts, trace_facts
 from kvatlas.simulate.traces import Trace, Unseen, read_trace
 from kvatlas.simulate.vllm_replay import VllmReplay
 
