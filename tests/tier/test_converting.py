@@ -211,10 +211,9 @@ def test_what_does_not_say_how_to_convert_is_refused_with_a_code() -> None:
 def test_rows_that_could_never_be_converted_are_refused_when_a_tier_is_opened() -> None:
     model, in_vain = MODELS["dense"], Converting("fp8->bf16", src_scales=0.5, dst_scales=0.5)
     for other, code in (
-        (OtherRows(tier_plan(model, block_size=64), HOW), Code.BAD_PLAN),
+        (OtherRows(tier_plan(MODELS["latent"]), HOW), Code.BAD_PLAN),
         (OtherRows(rows_of(model), Converting(HOW.name)), Code.MISSING_SCALES),
         (OtherRows(rows_of(model), Converting("fp8->bf16")), Code.BAD_CONVERSION),
-        (OtherRows(small(model, layout="LBNHC"), HOW), Code.BAD_PLAN),
         (OtherRows(rows_of(model, kv_dtype="fp8"), in_vain), Code.BAD_CONVERSION),
     ):
         with pytest.raises(AtlasError) as refusal:

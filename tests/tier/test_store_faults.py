@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code
-from kvatlas.models import CacheIdentity, Model
+from kvatlas.models import CacheIdentity
 from kvatlas.tier import HostStore, StoreTier, prefix_keys
-from kvatlas.tier.row_objects import RowObjects
 from tests.profiles import DEEP
 from tests.tier.lying_store import LyingStore, fetched, until
 from tests.tier.test_store_topologies import OURS, tier_in

@@ -113,9 +113,7 @@ def _span_of_plan(model: Model | Plan) -> int:
         hint = "Pass span=, such as span=64"
         raise AtlasError(Code.CONTRADICTORY, problem, got=f"no span for {model.name}", hint=hint)
     states = {
-        region.group
-        for region in model.regions
-        if isinstance(region.layers[0].spec, Recurrent)
+        region.group for region in model.regions if isinstance(region.layers[0].spec, Recurrent)
     }
     blocks = [group.block for number, group in enumerate(model.groups) if number not in states]
     return gcd(*(blocks or [group.block for group in model.groups]))

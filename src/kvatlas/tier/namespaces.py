@@ -148,7 +148,7 @@ class Namespace:
     def older_marks(self) -> list[str]:
         """The names of this tenant's marks in older formats."""
         tenant = self._up_to(1).hex()
-        return [f"{root}{self.tenant_prefix[len(ROOT):]}marks/{tenant}" for root in OLD_ROOTS]
+        return [f"{root}{self.tenant_prefix[len(ROOT) :]}marks/{tenant}" for root in OLD_ROOTS]
 
     def _up_to(self, levels: int) -> bytes:
         return _digest(msgspec.json.encode(self._levels[:levels], order="sorted"))

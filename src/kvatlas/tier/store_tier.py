@@ -1,10 +1,10 @@
 """`StoreTier`: a tier for a fleet, in an object store that all of its engines can reach.
 
 It has the same methods as `Tier` and also a plan, but no blocks. The plan describes canonical rows,
-which depend on the model and not on the plan that the tier was opened with. Rows are stored as objects, cut so that every topology writes and reads whole
-objects. This process holds only rows in flight, in memory of bounded size. The store is not
-trusted: a row is found when all of its objects exist, and each object is verified before use. A
-slow, full or unreachable store counts as a miss.
+which depend on the model and not on the plan that the tier was opened with. Rows are stored as
+objects, cut so that every topology writes and reads whole objects. This process holds only rows in
+flight, in memory of bounded size. The store is not trusted: a row is found when all of its objects
+exist, and each object is verified before use. A slow, full or unreachable store counts as a miss.
 """
 
 from __future__ import annotations
