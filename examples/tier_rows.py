@@ -70,11 +70,11 @@ class Rows:
 
     def states(self, kind: Any) -> int:
         """Return the number of states in a row."""
-        return self.span // kind["per_state"] if kind["per_state"] else 1
+        return int(self.span // kind["per_state"]) if kind["per_state"] else 1
 
     def page(self, kind: Any) -> int:
         """Return the bytes of one head of one layer, which are equal in all groups of heads."""
-        return self.states(kind) * sum(map(width, fields(kind))) // len(kind["groups"])
+        return self.states(kind) * sum(width(one) for one in fields(kind)) // len(kind["groups"])
 
     def nbytes(self, number: int) -> int:
         """Return the bytes of a row of a kind."""
@@ -172,7 +172,7 @@ def fields(kind: Any) -> list[Any]:
 
 
 def width(field: Any) -> int:
-    return prod(size for _, size in field["axes"]) * WIDTHS.get(field["dtype"], 1)
+    return int(prod(size for _, size in field["axes"])) * WIDTHS.get(field["dtype"], 1)
 
 
 def holders(sections: list[Any], shards: int) -> list[tuple[int, ...]]:

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from examples import tier_rows
+from examples import tier_file, tier_rows
 from examples.tier_rows import Rows
 
 from kvatlas.models import CacheIdentity, Model
 from kvatlas.planning import Plan
-from kvatlas.tier import FolderStore, StoreTier
+from kvatlas.tier import FolderStore, StoreTier, Tier
 from kvatlas.tier.canonical_rows import canonical_rows, kinds_of_rows
 from kvatlas.tier.chained_keys import PrefixChain
 from kvatlas.tier.namespaces import Namespace, RowName
@@ -24,7 +24,7 @@ from kvatlas.tier.request_blocks import Cover
 from kvatlas.tier.row_objects import RowObjects
 from tests.planning.models import SMALL
 from tests.tier.row_vectors import IDENTITY, VECTORS, payload, tokens_of
-from tests.tier.world import World, small
+from tests.tier.world import World, small, tier_plan
 
 KINDS = ("dense", "sliding", "latent", "sparse", "compressed", "mamba hybrid", "delta hybrid")
 OURS = CacheIdentity(weights=IDENTITY["weights"], tenant=IDENTITY["tenant"])
@@ -179,6 +179,47 @@ def test_kvatlas_and_the_standalone_program_pass_the_corpus(vector: dict[str, An
             stored = header(place, part.nbytes, checksum([part])).tobytes() + part.tobytes()
             made[names.objects(row)[index]] = [len(stored), hashlib.sha256(stored).hexdigest()]
     assert made == vector["objects"]
+
+
+@pytest.mark.parametrize("name", ["sliding", "mamba hybrid"])
+def test_a_file_goes_from_kvatlas_to_the_reader_and_from_the_writer_to_kvatlas(
+    name: str, tmp_path: Path
+) -> None:
+    model, world = SMALL[name], World(SMALL[name], 100)
+    made = tier_plan(model)
+    with Tier.open(tmp_path / "one", made) as tier:
+        world.store(tier, small(model, tp=2))
+        known = set(tier.names())
+    text, blocks = tier_file.read(tmp_path / "one")
+    assert Plan.from_json(text) == made
+    assert {(block.group, block.key) for block in blocks} == known
+    tier_file.write(tmp_path / "two", text, list(reversed(blocks)))
+    with Tier.open(tmp_path / "two") as tier:
+        world.check(tier, small(model, layout="LBNHC"))
+
+
+def test_a_block_of_a_file_has_its_bytes_where_the_specification_says(tmp_path: Path) -> None:
+    model, world = SMALL["dense"], World(SMALL["dense"], 64)
+    for layout in ("BLHNC", "BHLNC"):
+        made, path = tier_plan(model, layout=layout), tmp_path / layout
+        with Tier.open(path, made) as tier:
+            world.store(tier, small(model))
+        text, blocks = tier_file.read(path)
+        (region,) = json.loads(text)["regions"]
+        heads, states, row = 4, made.block_size, made.page(made.layers[0]).content
+        for entry, block in enumerate(blocks):
+            for number, layer in enumerate(region["layers"]):
+                for head in range(heads):
+                    at = number * region["page_stride"] + head * states * row
+                    if layout == "BHLNC":
+                        at = (head * len(region["layers"]) + number) * region["page_stride"]
+                    for state in range(states):
+                        where = ("k", head, entry * states + state, False)
+                        found = content(
+                            world.base, world.contents, world.tables, layer["name"], where
+                        )
+                        begin = region["offset"] + at + state * row
+                        assert block.data[begin : begin + len(found)] == found
 
 
 def test_the_standalone_program_is_short_and_needs_the_standard_library_only() -> None:

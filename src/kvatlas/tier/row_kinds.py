@@ -103,7 +103,7 @@ def layers_by_kind(layers: Iterable[Layer]) -> list[tuple[RowKind, tuple[Layer, 
         found.setdefault(alike, []).append(msgspec.structs.replace(layer, spec=spec))
     kinds = []
     for own in found.values():
-        kind = described[own[0].spec]  # type: ignore[index]
+        kind = described[own[0].spec]
         indices = tuple(layer.index for layer in own)
         kinds.append((msgspec.structs.replace(kind, layers=indices), tuple(own)))
     return sorted(kinds, key=lambda one: one[0].sort_key())
