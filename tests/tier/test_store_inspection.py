@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import tarfile
 import time
@@ -27,7 +28,7 @@ from kvatlas.tier import (
 from kvatlas.tier.namespaces import LEVELS, row_digest
 from kvatlas.tier.object_header import ObjectPlace, checksum, header
 from kvatlas.tier.stores import Parts
-from tests.cli.helpers import said
+from tests.cli.helpers import kvatlas, said
 from tests.tier.test_store_topologies import tier_in
 from tests.tier.test_topologies import MODELS
 from tests.tier.world import World, small
@@ -225,3 +226,16 @@ def test_a_folder_of_limited_size_keeps_to_it(tmp_path: Path) -> None:
         assert store.capacity().used <= 1000
     assert store.exists(["kv2/49", "kv2/0"]) == [True, False]
     assert store.put([("kv2/large", [np.zeros(2000, np.uint8)])]) == [False]
+
+
+def test_a_member_whose_name_is_not_utf8_is_refused_with_a_printable_name(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "bytes.tar", "w", encoding="latin-1") as archive:
+        about = tarfile.TarInfo("kv2/\xff\xfe")
+        about.size = 4
+        archive.addfile(about, io.BytesIO(b"four"))
+    verdict = import_objects(HostStore(), tmp_path / "bytes.tar")
+    assert verdict == (0, ["kv2/\\xff\\xfe"])
+    where = f"folder://{tmp_path}/store"
+    done = kvatlas("tier", "import", where, str(tmp_path / "bytes.tar"), "--json")
+    assert done.exit_code == 1
+    assert json.loads(done.stdout) == {"stored": 0, "refused": ["kv2/\\xff\\xfe"]}

@@ -161,13 +161,13 @@ def import_objects(store: ObjectStore, path: Path) -> Verdict:
                 content = archive.extractfile(about) if about.isfile() else None
                 # The header of a sparse member can claim any size.
                 if content is None or about.size > min(LARGEST, path.stat().st_size):
-                    refused.append(about.name)
+                    refused.append(_printable(about.name))
                     continue
                 found = np.frombuffer(content.read(), np.uint8)
                 if _is_sound(about.name, found) and store.put([(about.name, [found])]) == [True]:
                     sound += 1
                 else:
-                    refused.append(about.name)
+                    refused.append(_printable(about.name))
     except AtlasError:  # raised by the store
         raise
     except _NO_ARCHIVE as fault:
@@ -175,6 +175,11 @@ def import_objects(store: ObjectStore, path: Path) -> Verdict:
         why = str(fault) or type(fault).__name__
         raise AtlasError(Code.UNREADABLE, problem, got=f"{path}: {why}", hint=hint) from None
     return Verdict(sound, refused)
+
+
+def _printable(name: str) -> str:
+    """Return the name of a tar member, with bytes that are not UTF-8 as escape sequences."""
+    return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
 def _rows(store: ObjectStore) -> dict[tuple[str, str], dict[str, list[str]]]:
