@@ -70,7 +70,7 @@ def test_rows_stored_by_name_are_found_by_the_plan_of_another_topology(name: str
     other = plan(model, memory="256MiB", max_len=128, in_flight=0, policy="vllm", tp=2)
     rng = np.random.default_rng(5)
     pools = {pool.index: rng.integers(0, 256, pool.nbytes, dtype=np.uint8) for pool in own.pools}
-    about: dict[str, Any] = {"staging": 1 << 20, "span": 64, "deadline": 60.0}
+    about: dict[str, Any] = {"staging": 1 << 20, "span": 64, "timeout": 60.0}
     with StoreTier(store, canonical_rows(name, span=64), OURS, **about) as tier:
         keys = prefix_keys(tier.plan, range(128))
         free = {pool.index: iter(range(pool.blocks)) for pool in own.pools}

@@ -91,7 +91,7 @@ def test_rows_go_from_kvatlas_to_the_reader_and_from_the_writer_to_kvatlas(
     memory = "96MiB" if name == "compressed" else "1536KiB"
     world = World(model, 150, memory=memory, states="apart")  # no state is split
     one, two = tmp_path / "of kvatlas", tmp_path / "of another program"
-    about: dict[str, Any] = {"staging": 1 << 20, "deadline": 60.0}
+    about: dict[str, Any] = {"staging": 1 << 20, "timeout": 60.0}
     rows = canonical_rows(model, span=SPAN, max_len=192)
     with StoreTier(FolderStore(one), rows, OURS, **about) as tier:
         world.store(tier, planned(model, tp=2, layout="BLNHC"))
