@@ -11,8 +11,9 @@ from kvatlas.errors import AtlasError
 from kvatlas.models import Model
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import route, scattered
+from kvatlas.tier.canonical_rows import canonical_rows
 from kvatlas.tier.ingest import Ingest, with_room
-from kvatlas.tier.opening import BLOCK, rows_of
+from kvatlas.tier.opening import BLOCK
 from kvatlas.tier.request_blocks import TierSpans
 from kvatlas.tier.row_numbers import RowNumbers
 from kvatlas.tier.row_objects import RowObjects
@@ -61,7 +62,7 @@ def main() -> None:
     print("|---|--:|" + "--:|" * len(SIZES))
     for name, about in MODELS.items():
         model = Model.load(name)
-        rows = rows_of(model, BLOCK, TOKENS, "1TiB")
+        rows = canonical_rows(model, span=BLOCK, max_len=TOKENS)
         cut = RowObjects(rows)
         largest = max(size for group in cut.groups for size in group.sizes)
         cells = []

@@ -95,8 +95,9 @@ INTERNAL: dict[str, str] = {
     """,
     "tier": """
         geometry.address_arrays geometry.integers planning.plans planning.request
-        planning.topology routing.binding routing.block_tables routing.conversion
-        routing.converted_stream routing.token_ranges specs.cell_formats specs.identity
+        planning.sized_layers planning.topology routing.binding routing.block_tables
+        routing.conversion routing.converted_stream routing.token_ranges specs.cell_formats
+        specs.identity
         copying.block_staging copying.checksum copying.cuda_driver copying.file_runs
         copying.gpu_offload copying.memory_copy copying.nested_copy copying.pool_bounds
         copying.run_bounds copying.stream_pieces wire.channels wire.connection wire.encoding

@@ -214,10 +214,9 @@ def test_rows_that_could_never_be_converted_are_refused_when_a_tier_is_opened() 
         Converting("fp8->bf16", source_scales=0.5, destination_scales=0.5),
     )
     for other, code in (
-        (OtherRows(tier_plan(model, block_size=64), HOW), Code.BAD_PLAN),
+        (OtherRows(tier_plan(MODELS["latent"]), HOW), Code.BAD_PLAN),
         (OtherRows(rows_of(model), Converting(HOW.name)), Code.MISSING_SCALES),
         (OtherRows(rows_of(model), Converting("fp8->bf16")), Code.BAD_CONVERSION),
-        (OtherRows(small(model, layout="LBNHC"), HOW), Code.BAD_PLAN),
         (OtherRows(rows_of(model, kv_dtype="fp8"), in_vain), Code.BAD_CONVERSION),
     ):
         with pytest.raises(AtlasError) as refusal:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from examples import tier_file
 
 from kvatlas import AtlasError, Code
 from kvatlas.planning import Plan
@@ -107,6 +108,26 @@ def test_what_was_stored_is_there_again_and_goes_on(tmp_path: Path) -> None:
     with Tier.open(tmp_path / "t") as tier:
         assert len(tier) == 4
         assert tier.match(world.keys(tier), 100) == 0
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_what_is_dropped_from_a_durable_file_is_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, durable: bool
+) -> None:
+    dense, flushed, flush = SMALL["dense"], [], os.fdatasync
+    world = World(dense, 64)
+
+    def watched(descriptor: int) -> None:
+        _, blocks = tier_file.read(tmp_path / "t")
+        flushed.append(len(blocks))
+        flush(descriptor)
+
+    with Tier.open(tmp_path / "t", tier_plan(dense), durable=durable) as tier:
+        world.store(tier, small(dense))
+        monkeypatch.setattr(os, "fdatasync", watched)
+        assert tier.drop(world.keys(tier)) == 4
+        assert tier.drop(world.keys(tier)) == 0
+    assert flushed == ([0] if durable else [])  # the records were cleared before
 
 
 def test_evicted_and_replaced_blocks_stay_away(tmp_path: Path) -> None:

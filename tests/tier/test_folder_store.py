@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -29,12 +32,86 @@ def test_what_is_no_file_under_a_key_hangs_nobody_and_is_absent(tmp_path: Path) 
         assert store.get([(name, [into])]) == [-1]
         assert store.ranges(name, [(0, into)]) == store.size(name) == -1
         assert store.exists([name]) == [False]
-        assert store.put([(name, [SOME])]) == [False]
     assert list(store.names()) == []
     assert store.capacity().objects == 0
-    store.remove(["kv1/fifo", "kv1/link"])
-    assert store.put([("kv1/fifo", [SOME]), ("kv1/link", [SOME])]) == [True, True]
     assert not into.any()
+
+
+@pytest.mark.parametrize("capacity", [0, 1000])
+def test_a_pipe_or_link_in_the_place_of_an_object_is_replaced(
+    tmp_path: Path, capacity: int
+) -> None:
+    store, into = FolderStore(tmp_path, capacity), np.zeros(100, np.uint8)
+    (tmp_path / "kv2").mkdir()
+    os.mkfifo(tmp_path / "kv2/fifo")
+    (tmp_path / "target").write_bytes(b"of another program")
+    (tmp_path / "kv2/link").symlink_to(tmp_path / "target")
+    (tmp_path / "kv2/folder").mkdir()
+    for name in ("kv2/fifo", "kv2/link", "kv2/folder"):
+        assert store.put([(name, [SOME])]) == [True]
+        assert store.get([(name, [into])]) == [100]
+        assert np.array_equal(into, SOME)
+    assert (tmp_path / "target").read_bytes() == b"of another program"
+    assert not list(tmp_path.rglob("*.new"))
+    (tmp_path / "kv2/full").mkdir()
+    (tmp_path / "kv2/full/file").touch()
+    assert store.put([("kv2/full", [SOME])]) == [False]
+
+
+def test_links_to_other_folders_are_not_followed(tmp_path: Path) -> None:
+    outside, root = tmp_path / "outside", tmp_path / "root"
+    (outside / "row").mkdir(parents=True)
+    (outside / "row/0").write_bytes(SOME.tobytes())
+    store, into = FolderStore(root, capacity=1000), np.zeros(100, np.uint8)
+    (root / "kv2").mkdir()
+    (root / "kv2/tenant").symlink_to(outside)
+    name = "kv2/tenant/row/0"
+    assert store.exists([name]) == [False]
+    assert store.get([(name, [into])]) == [-1]
+    assert store.ranges(name, [(0, into)]) == store.size(name) == -1
+    assert list(store.names()) == list(store.names("kv2/tenant/")) == []
+    assert store.put([(name, [SOME]), ("kv2/tenant/row/1", [SOME])]) == [False, False]
+    assert store.remove([name]) == store.remove_all("kv2/tenant/") == 0
+    assert [path.name for path in outside.rglob("*")] == ["row", "0"]
+    assert (outside / "row/0").read_bytes() == SOME.tobytes()
+
+
+READ_ONLY = """
+import sys, numpy as np
+from kvatlas.tier import FolderStore
+store, into = FolderStore(sys.argv[1], capacity=1000, quota=500), np.zeros(100, np.uint8)
+assert store.get([("kv2/t/a", [into])]) == [100] and into[99] == 99
+assert store.exists(["kv2/t/a"]) == [True]
+assert store.put([("kv2/t/b", [into])]) == [False]
+print("read")
+"""
+
+
+def test_a_folder_on_a_read_only_mount_can_be_read(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    assert store.put([("kv2/t/a", [SOME])]) == [True]
+    mount = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && exec "$2" -c "$3" "$1"'
+    enter = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    if not shutil.which("unshare") or subprocess.run([*enter, "true"], check=False).returncode:
+        pytest.skip("mount namespaces are not allowed here")
+    done = subprocess.run(
+        [*enter, mount, "sh", str(tmp_path), sys.executable, READ_ONLY],
+        check=False, capture_output=True, text=True, env={**os.environ},
+    )  # fmt: skip
+    if "mount" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.stdout == "read\n", done.stderr
+
+
+def test_a_folder_never_flushes_to_disk_and_documents_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[int] = []
+    for call in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, call, flushed.append)
+    assert FolderStore(tmp_path, 1000, 1000).put([("kv2/t/a", [SOME])]) == [True]
+    assert not flushed
+    assert "not flushed to disk" in " ".join(str(FolderStore.__doc__).split())
 
 
 def test_all_who_share_a_folder_count_what_is_in_it_together(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def cut_rows(draw: Any) -> CutRow:
         held[names.index(owner)].append((len(whose), length))
         whose += [names.index(owner)] * length
     columns = [tuple(np.array(column) for column in zip(*own, strict=True)) for own in held]
-    objects = GroupObjects([(start, length) for start, length in columns])
+    objects = GroupObjects([(start, length) for start, length in columns], len(whose))
     frame, done = RowFrame(objects), [0] * len(names)
     there = []
     for owner in whose:
@@ -106,7 +106,7 @@ def test_starts_are_moved_where_no_run_leaves_its_object(
 
 
 def test_starts_in_no_order_are_refused() -> None:
-    frame = RowFrame(GroupObjects([(np.array([0]), np.array([8]))]))
+    frame = RowFrame(GroupObjects([(np.array([0]), np.array([8]))], 8))
     for dst in ([4, 0], [4, 4]):
         starts = Starts.of(np.array([0, 4]), np.array(dst))
         for end in ("source", "destination"):

@@ -9,11 +9,8 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code
-from kvatlas.models import CacheIdentity, Model
+from kvatlas.models import CacheIdentity
 from kvatlas.tier import HostStore, StoreTier, prefix_keys
-from kvatlas.tier.namespaces import row_format
-from kvatlas.tier.opening import rows_of
-from kvatlas.tier.row_objects import RowObjects
 from tests.profiles import DEEP
 from tests.tier.lying_store import LyingStore, fetched, until
 from tests.tier.test_store_topologies import OURS, tier_in
@@ -156,7 +153,7 @@ def test_other_weights_dtypes_formats_models_and_tenants_are_misses_with_their_r
         "other_tenant": (tier_plan(MODEL), CacheIdentity(weights="ours", tenant="else")),
         "other_weights": (tier_plan(MODEL), CacheIdentity(weights="theirs")),
         "other_dtype": (tier_plan(MODEL.with_cache("fp8")), OURS),
-        "other_format": (tier_plan(MODEL, layout="BHLNC"), OURS),
+        "other_format": (tier_plan(MODEL, block_size=32), OURS),
         "other_model": (tier_plan(MODELS["latent"]), OURS),
         "absent": (tier_plan(MODEL), OURS),
     }
@@ -280,14 +277,6 @@ def test_whoever_stores_after_a_tenant_was_dropped_marks_it_again() -> None:
         tier.drop_tenant()
         world.store(tier, made)
         assert sum("marks" in name for name in store.names()) == 5
-
-
-def test_rows_look_alike_whatever_the_greatest_length() -> None:
-    """Else engines of unlike max_len would share nothing."""
-    for name in ("gpt-oss-20b", *(("Nemotron-H-8B", "DeepSeek-V4-Pro") if DEEP else ())):
-        model = Model.load(name)
-        plans = [rows_of(model, 64, longest, "1TiB") for longest in (2048, 65536)]
-        assert len({row_format(RowObjects(one)) for one in plans}) == 1
 
 
 def test_tokens_that_are_no_whole_numbers_have_no_keys() -> None:

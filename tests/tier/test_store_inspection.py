@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import tarfile
 import time
@@ -27,7 +28,7 @@ from kvatlas.tier import (
 from kvatlas.tier.namespaces import LEVELS, row_digest
 from kvatlas.tier.object_header import ObjectPlace, checksum, header
 from kvatlas.tier.stores import Parts
-from tests.cli.helpers import said
+from tests.cli.helpers import kvatlas, said
 from tests.tier.test_store_topologies import tier_in
 from tests.tier.test_topologies import MODELS
 from tests.tier.world import World, small
@@ -116,7 +117,7 @@ def test_an_archive_from_a_stranger_brings_nothing_that_is_not_sound(
         text = content.read()
     hostile = {
         "../../outside": text,
-        "kv1/x": text,
+        "kv2/x": text,
         first.name.replace("/0.", "/1."): text,
         first.name + "0": text,
         first.name: text[:-1] + b"!" + text[-1:],
@@ -126,17 +127,17 @@ def test_an_archive_from_a_stranger_brings_nothing_that_is_not_sound(
             about = tarfile.TarInfo(name)
             about.size = len(content_of)
             bad.addfile(about, io.BytesIO(content_of))
-        link = tarfile.TarInfo("kv1/link")
+        link = tarfile.TarInfo("kv2/link")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         bad.addfile(link)
-        sparse = tarfile.TarInfo("kv1/sparse")
+        sparse = tarfile.TarInfo("kv2/sparse")
         sparse.pax_headers = {"GNU.sparse.size": str(1 << 31), "GNU.sparse.numblocks": "0"}
         bad.addfile(sparse)
     empty = FolderStore(tmp_path / "empty")
     assert import_objects(empty, tmp_path / "bad.tar").damaged == [
         *hostile,
-        "kv1/link",
-        "kv1/sparse",
+        "kv2/link",
+        "kv2/sparse",
     ]
     assert empty.capacity().objects == 0
     (tmp_path / "no.tar").write_bytes(b"no archive")
@@ -156,14 +157,14 @@ def mark(tenant: str, says: bytes) -> tuple[str, list[Any]]:
     digest, payload = "ab" * 16, np.frombuffer(says, np.uint8)
     place = ObjectPlace(bytes.fromhex(digest), row_digest("mark"), len(LEVELS) - 1)
     first = header(place, payload.nbytes, checksum([payload]))
-    return f"kv1/{tenant}/marks/{digest}", [first, payload]
+    return f"kv2/{tenant}/marks/{digest}", [first, payload]
 
 
 def test_a_mark_without_end_is_as_good_as_none() -> None:
     deep = b"[" * 200_000 + b"]" * 200_000
-    says = b'{"level":"format","plan":' + deep + b',"shards":1,"stages":1}'
+    says = b'{"level":"format","model":"m","objects":' + deep + b"}"
     store, tenant = HostStore(), "cd" * 16
-    row = f"kv1/{tenant}/{'ab' * 16}/{'00' * 16}/0.0-64/0"
+    row = f"kv2/{tenant}/{'ab' * 16}/{'00' * 16}/0.0-64/0"
     store.put([mark(tenant, says), (row, [np.zeros(100, np.uint8)])])
     assert [one.model for one in summaries(store)] == [""]
     assert collect_garbage(store) == (0, 0)
@@ -183,7 +184,7 @@ def test_marks_of_nobody_and_numbers_that_are_none_are_not_imported(tmp_path: Pa
         import_objects(FailingStore(), tmp_path / "marks.tar")
     assert refusal.value.code is Code.WIRE_FAILED, "the store failed, and not the archive"
     with tarfile.open(tmp_path / "sparse.tar", "w", format=tarfile.PAX_FORMAT) as archive:
-        about = tarfile.TarInfo("kv1/sparse")
+        about = tarfile.TarInfo("kv2/sparse")
         about.pax_headers = {"GNU.sparse.map": "no,numbers"}
         archive.addfile(about)
     with pytest.raises(AtlasError) as refusal:
@@ -193,7 +194,7 @@ def test_marks_of_nobody_and_numbers_that_are_none_are_not_imported(tmp_path: Pa
 
 @pytest.mark.parametrize("nbytes", [1 << 62, 1 << 63, 1 << 80])
 def test_a_name_that_is_longer_than_memory_is_no_archive(tmp_path: Path, nbytes: int) -> None:
-    about = tarfile.TarInfo("kv1/long")
+    about = tarfile.TarInfo("kv2/long")
     about.type, about.size = tarfile.GNUTYPE_LONGNAME, nbytes
     (tmp_path / "long.tar").write_bytes(about.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
     with pytest.raises(AtlasError) as refusal:
@@ -221,7 +222,20 @@ def test_names_lead_to_no_place_outside_a_folder(tmp_path: Path) -> None:
 def test_a_folder_of_limited_size_keeps_to_it(tmp_path: Path) -> None:
     store = FolderStore(tmp_path, capacity=1000)
     for number in range(50):
-        assert store.put([(f"kv1/{number}", [np.zeros(100, np.uint8)])]) == [True]
+        assert store.put([(f"kv2/{number}", [np.zeros(100, np.uint8)])]) == [True]
         assert store.capacity().used <= 1000
-    assert store.exists(["kv1/49", "kv1/0"]) == [True, False]
-    assert store.put([("kv1/large", [np.zeros(2000, np.uint8)])]) == [False]
+    assert store.exists(["kv2/49", "kv2/0"]) == [True, False]
+    assert store.put([("kv2/large", [np.zeros(2000, np.uint8)])]) == [False]
+
+
+def test_a_member_whose_name_is_not_utf8_is_refused_with_a_printable_name(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "bytes.tar", "w", encoding="latin-1") as archive:
+        about = tarfile.TarInfo("kv2/\xff\xfe")
+        about.size = 4
+        archive.addfile(about, io.BytesIO(b"four"))
+    verdict = import_objects(HostStore(), tmp_path / "bytes.tar")
+    assert verdict == (0, ["kv2/\\xff\\xfe"])
+    where = f"folder://{tmp_path}/store"
+    done = kvatlas("tier", "import", where, str(tmp_path / "bytes.tar"), "--json")
+    assert done.exit_code == 1
+    assert json.loads(done.stdout) == {"stored": 0, "refused": ["kv2/\\xff\\xfe"]}

@@ -15,18 +15,27 @@ Tenant = Annotated[
     str, typer.Option(help="Remove all objects of this tenant: a digest from `tier ls`.")
 ]
 Space = Annotated[str, typer.Option(help="Remove this namespace: a digest from `tier ls`.")]
+Older = Annotated[
+    bool, typer.Option("--older", help="Remove objects in older formats, which are never read.")
+]
 
 
-def gc(where: Where, tenant: Tenant = "", namespace: Space = "", as_json: Json = False) -> None:
+def gc(
+    where: Where,
+    tenant: Tenant = "",
+    namespace: Space = "",
+    older: Older = False,
+    as_json: Json = False,
+) -> None:
     """Remove incomplete rows, and files that dead processes left.
 
-    A row is one stored block, split into several objects. With --tenant or --namespace, remove
-    all objects of that tenant or namespace instead.
+    A row is one stored block, split into several objects. With --tenant, --namespace or --older,
+    remove all objects of that tenant, of that namespace or in older formats instead.
     """
     from kvatlas.tier import collect_garbage
 
     with opened(where) as store:
-        removed, swept = collect_garbage(store, tenant=tenant, namespace=namespace)
+        removed, swept = collect_garbage(store, tenant=tenant, namespace=namespace, older=older)
     shown = table("objects removed", "bytes removed that dead processes left", words=())
     shown.add_row(f"{removed:,}", size(swept))
     answer(as_json, {"objects": removed, "left_bytes": swept}, shown)

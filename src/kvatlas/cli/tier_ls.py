@@ -20,15 +20,30 @@ _NAMES, _NUMBERS = ("model", "tenant", "namespace"), ("rows", "incomplete", "obj
 
 
 def ls(where: Where, as_json: Json = False) -> None:
-    """List the namespaces of a store, with tenant, model, rows and bytes."""
+    """List the namespaces of a store, with tenant, model, rows and bytes.
+
+    Objects in older formats, which this version never reads, are counted.
+    """
     from kvatlas.tier import summaries
+    from kvatlas.tier.store_inspection import older_objects
 
     with opened(where) as store:
         found = summaries(store)
+        older, older_bytes = older_objects(store)
     shown, console = _table(found, stacked=False), Console()
     if shown.natural_width(console, 1) > console.width:
         shown = _table(found, stacked=True)
-    answer(as_json, {"namespaces": found}, shown if found else "The store is empty.")
+    parts = [shown] if found else [] if older else ["The store is empty."]
+    notes = [_older(older, older_bytes)] if older else []
+    about = {"namespaces": found, "older_objects": older, "older_bytes": older_bytes}
+    answer(as_json, about, *parts, *notes)
+
+
+def _older(objects: int, nbytes: int) -> str:
+    return (
+        f"{objects:,} objects of {size(nbytes)} are in an older format and are never read. "
+        "Remove them with `kvatlas tier gc --older`."
+    )
 
 
 def _table(found: list[NamespaceSummary], *, stacked: bool) -> FittedTable:

@@ -228,6 +228,12 @@ class TierFile:
         with self._whole_file():
             write_all(self._fd, EMPTY_RECORD, self._records.place(block))
 
+    def flush(self) -> None:
+        """Flush written and cleared records to disk, if the tier is durable."""
+        if self.durable:
+            with refusals(self.path):
+                os.fdatasync(self._fd)
+
     def recorded(self) -> Iterator[TierBlock]:
         """Yield the blocks with valid records. Their bytes are not verified yet."""
         for first in range(0, self.extent.blocks, _RECORDS):

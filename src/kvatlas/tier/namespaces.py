@@ -1,7 +1,7 @@
 """Object names, and the identities that must match to share objects.
 
-    kv1/TENANT/NAMESPACE/KEY/GROUP.FIRST-STOP/INDEX    an object of a row
-    kv1/TENANT/marks/DIGEST                            a mark, which explains misses
+    kv2/TENANT/NAMESPACE/KEY/KIND.FIRST-STOP/INDEX    an object of a row
+    kv2/TENANT/marks/DIGEST                           a mark, which explains misses
 
 Words in capitals are hexadecimal digests or numbers, so that the name of a tenant or a key cannot
 lead to objects of another tenant. A row is one block of the tier. Each namespace has a mark for
@@ -9,30 +9,35 @@ every level of its identity: tenant, model, weights, content and format. A mark 
 that is equal for all engines that agree in this and all earlier levels. It exists once one of them
 has stored something.
 
-A namespace is one combination of tenant, model, weights, content (the fields of each layer and
-their dtypes) and format (the plan of a row and how it is cut). Engines that differ in any of them
-use different namespaces.
+A namespace is one combination of tenant, model, weights, content (the kinds of rows and their
+dtypes) and format (tokens per row and how a row is cut). Engines that differ in any of them use
+different namespaces. A namespace depends on no plan: see `row_kinds`. Format 1 hashed the regions
+of a plan. Its objects have names that start with `kv1`; they are reported and removed, never read.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import cached_property
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from kvatlas.copying.run_bounds import Bytes
 from kvatlas.models import CacheIdentity
-from kvatlas.planning import Plan
-from kvatlas.routing import fingerprint
+from kvatlas.tier.canonical_rows import kinds_of_rows
 from kvatlas.tier.object_header import ObjectPlace, checksum, header
 from kvatlas.tier.request_blocks import Cover
+from kvatlas.tier.row_kinds import RowKind
 from kvatlas.tier.row_objects import RowObjects
 
-ROOT = "kv1"
+ROOT = "kv2"
+"""The first word of all names. It changes with every change of the format."""
+OLD_ROOTS = ("kv1",)
+"""The first words of names in older formats, which this version does not read."""
 _DIGEST = 16
 _OBJECT = re.compile(
     rf"{ROOT}/([0-9a-f]{{32}})/([0-9a-f]{{32}})/([0-9a-f]{{32}}/([0-9]{{1,6}})\.[0-9]{{1,20}}-[0-9]{{1,20}})"
@@ -45,7 +50,8 @@ LEVELS = ("tenant", "model", "weights", "dtype", "format")
 class RowName(NamedTuple):
     """The name of a row, which is one block of a tier in an object store.
 
-    It consists of the group, the key and the tokens that the row contains.
+    It consists of the group (the number of the row's kind), the key and the tokens that the row
+    contains.
     """
 
     group: int
@@ -71,10 +77,10 @@ class RowName(NamedTuple):
 class Namespace:
     """Makes the names of objects that have one identity and one row format.
 
-    >>> from kvatlas.planning import plan
-    >>> made = plan("Qwen3-8B", memory="1GiB", layout="BHLNC", block_size=64, max_len=64)
+    >>> from kvatlas.tier.canonical_rows import canonical_rows
+    >>> rows = canonical_rows("Qwen3-8B", span=64)
     >>> ours, theirs = (
-    ...     Namespace(CacheIdentity(weights="w", tenant=who), RowObjects(made)) for who in "ab"
+    ...     Namespace(CacheIdentity(weights="w", tenant=who), RowObjects(rows)) for who in "ab"
     ... )
     >>> row = RowName(0, b"a digest of the tokens", Cover(0, 64))
     >>> len(ours.objects(row)), ours.objects(row)[3].startswith(ours.prefix)
@@ -85,12 +91,14 @@ class Namespace:
 
     def __init__(self, identity: CacheIdentity, cut: RowObjects) -> None:
         self.identity, self.cut = identity, cut
+        kinds = kinds_of_rows(cut.plan)
+        self._kinds = [kind.to_data() for kind in kinds]
         about = {
             "tenant": identity.tenant,
-            "model": ",".join(sorted(cut.plan.layers)),
+            "model": caches_of(kinds),
             "weights": identity.computed_with,
-            "dtype": fingerprint(cut.plan),
-            "format": row_format(cut),
+            "dtype": self._kinds,
+            "format": [cut.plan.block_size, cut.shards, cut.stages],
         }
         self._levels = [about[level] for level in LEVELS]
         self.digest = self._up_to(len(LEVELS))
@@ -117,21 +125,46 @@ class Namespace:
         return [f"{self.tenant_prefix}marks/{self._up_to(n).hex()}" for n in places]
 
     def mark_objects(self) -> list[tuple[str, list[Bytes]]]:
-        """Return (name, content) of each mark. The last mark records the row format."""
+        """Return (name, content) of each mark. The last mark describes the rows."""
         cut = self.cut
-        about = {"plan": msgspec.Raw(one_row(cut.plan).to_json()),
-                 "shards": cut.shards, "stages": cut.stages}  # fmt: skip
+        about: dict[str, Any] = {
+            "model": cut.plan.model,
+            "kinds": self._kinds,
+            "span": cut.plan.block_size,
+            "shards": cut.shards,
+            "stages": cut.stages,
+            "objects": [objects.sizes for objects in cut.groups],
+        }
         made = []
         for level, name in enumerate(self.marks):
             says = {"level": LEVELS[level]} | (about if LEVELS[level] == "format" else {})
-            payload = np.frombuffer(msgspec.json.encode(says), np.uint8)
+            payload = np.frombuffer(msgspec.json.encode(says, order="sorted"), np.uint8)
             digest = bytes.fromhex(name.rpartition("/")[2])
             place = ObjectPlace(digest, row_digest("mark"), level)
             made.append((name, [header(place, payload.nbytes, checksum([payload])), payload]))
         return made
 
+    @property
+    def older_marks(self) -> list[str]:
+        """The names of this tenant's marks in older formats."""
+        tenant = self._up_to(1).hex()
+        return [f"{root}{self.tenant_prefix[len(ROOT) :]}marks/{tenant}" for root in OLD_ROOTS]
+
     def _up_to(self, levels: int) -> bytes:
-        return _digest(msgspec.json.encode(self._levels[:levels]))
+        return _digest(msgspec.json.encode(self._levels[:levels], order="sorted"))
+
+
+def caches_of(kinds: Iterable[RowKind]) -> list[Any]:
+    """Return the caches of a model, without dtypes: the second level of a namespace.
+
+    Each is [layer, tokens per state, kept tokens, heads], in ascending order.
+    """
+    found = [
+        [layer, kind.per_state, sorted(kind.keeps.items()), kind.heads]
+        for kind in kinds
+        for layer in kind.layers
+    ]
+    return sorted(found)
 
 
 def tenant_prefix(tenant: str) -> str:
@@ -157,7 +190,7 @@ class ObjectName(NamedTuple):
 def parse_name(name: str) -> ObjectName | None:
     """Parse the name of an object, or return None if it belongs to no row.
 
-    >>> parse_name("kv1/" + "/".join(["0" * 32] * 3) + "/0.0-64/7").number
+    >>> parse_name("kv2/" + "/".join(["0" * 32] * 3) + "/0.0-64/7").number
     7
     """
     found = _OBJECT.fullmatch(name)
@@ -170,26 +203,6 @@ def parse_name(name: str) -> ObjectName | None:
 def row_digest(name: str) -> bytes:
     """Return the digest of a row name, which the header of each of its objects contains."""
     return _digest(name.encode())
-
-
-def row_format(cut: RowObjects) -> str:
-    """Return a digest of the row format: how rows are laid out and cut into objects."""
-    plan = one_row(cut.plan)
-    regions = msgspec.json.encode([plan.regions, [group.block for group in plan.groups]])
-    about = [cut.shards, cut.stages, [pool.block_bytes for pool in plan.pools]]
-    return _digest(regions + msgspec.json.encode(about)).hex()
-
-
-def one_row(plan: Plan) -> Plan:
-    """Return a tier's plan with one block per pool: the format of its rows, but not its size."""
-    return with_rows(plan, dict.fromkeys((pool.index for pool in plan.pools), 1))
-
-
-def with_rows(plan: Plan, rows: dict[int, int]) -> Plan:
-    """Return a tier's plan with a given number of blocks in each pool."""
-    pools = tuple(msgspec.structs.replace(p, blocks=rows[p.index]) for p in plan.pools)
-    memory = sum(pool.nbytes for pool in pools)
-    return msgspec.structs.replace(plan, pools=pools, memory=memory)
 
 
 def _digest(text: bytes) -> bytes:

@@ -1,7 +1,7 @@
 """The header of an object: its identity, its size and the checksum of its payload.
 
     0   8s   b"kvobject"
-    8   u16  version, 1
+    8   u16  version, 2
     10  u16  checksum algorithm: 1 for CRC-32, as in zlib
     12  u32  index of the object in its row
     16  u64  size of the payload in bytes
@@ -26,7 +26,7 @@ from kvatlas.copying.checksum import crc32
 from kvatlas.copying.run_bounds import Bytes
 from kvatlas.tier.stores import Parts
 
-MAGIC, VERSION, CRC32 = b"kvobject", 1, 1
+MAGIC, VERSION, CRC32 = b"kvobject", 2, 1
 _FIELDS = struct.Struct("<8sHHIQ16s16sI")
 HEADER = _FIELDS.size + 4
 """Bytes of a header."""

@@ -14,6 +14,7 @@ from kvatlas.planning import Plan, plan
 from kvatlas.planning.request import quantity
 from kvatlas.routing import fingerprint
 from kvatlas.routing.conversion import parse_conversion
+from kvatlas.tier.canonical_rows import canonical_rows, layers_of
 from kvatlas.tier.converting import Converting, check_converting
 from kvatlas.tier.prefix_finder import AnyTier
 from kvatlas.tier.served.client import TierClient
@@ -26,8 +27,6 @@ from kvatlas.tier.tier import Tier
 IN_MEMORY = "memory"
 BLOCK = 64
 """Default number of tokens per row, if the model's layers support it."""
-_ANY_MEMORY = "1TiB"
-"""A placeholder size for plans of rows. The store, not the plan, limits the number of rows."""
 _SIZES = ("segment", "buffer", "capacity", "quota")
 _OF_BACKENDS = ("planes", "tiled_planes", "transposed")
 """Packings that depend on the attention backend and not on the dtype."""
@@ -65,7 +64,6 @@ def open_tier(
     ...     fleet.match([b"a key"], 64), dict(fleet.misses)
     (0, {'other_tenant': 1})
     """
-    known = _known(model)
     if not is_store(where):
         if options:
             hint = "Remove them, or use the address of a store, such as folder:///path"
@@ -74,7 +72,7 @@ def open_tier(
             raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
         if "://" in str(where):
             raise _unknown_kind(where)
-        made = rows_of(known, block_size, max_len, memory)
+        made = rows_of(_known(model), block_size, max_len, memory)
         return Tier(made) if str(where) == IN_MEMORY else _open_file(Path(where), made, shared)
     if identity is None:
         hint = "Pass identity=CacheIdentity(weights=models.weights_identity(folder))"
@@ -82,12 +80,12 @@ def open_tier(
         got = f"no identity for {str(where)!r}"
         raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
     about: dict[str, Any] = {"block_size": block_size, "max_len": max_len, **options}
-    return open_store_tier(str(where), known, identity, **about)
+    return open_store_tier(str(where), model, identity, **about)
 
 
 def open_store_tier(
     where: str,
-    model: Model | Plan,
+    model: Model | Plan | str,
     identity: CacheIdentity,
     *,
     block_size: int = BLOCK,
@@ -100,10 +98,9 @@ def open_store_tier(
     With `convert` ("bf16->fp8" for a model that is cached in fp8), lookups also find rows that
     engines with the other cache dtype have stored. They are converted when they are fetched.
     """
-    known = _known(model)
-    rows = rows_of(known, block_size, max_len, _ANY_MEMORY)
+    rows = canonical_rows(model, span=block_size, max_len=max_len)
     if convert is not None:
-        options["other"] = other_rows(known, convert, block_size=block_size, max_len=max_len)
+        options["other"] = other_rows(model, convert, block_size=block_size, max_len=max_len)
     store = open_store(where)
     try:
         return StoreTier(store, rows, identity, **options)
@@ -126,7 +123,7 @@ def other_rows(
     'fp8'
     """
     stored = stored_as(_known(model), convert)
-    return OtherRows(rows_of(stored, block_size, max_len, _ANY_MEMORY), convert)
+    return OtherRows(canonical_rows(stored, span=block_size, max_len=max_len), convert)
 
 
 def stored_as(model: Model, convert: Converting) -> Model:
@@ -164,8 +161,7 @@ def _known(model: Model | Plan | str) -> Model:
     The model of a plan consists of the plan's layers, without its topology.
     """
     if isinstance(model, Plan):
-        kept = {layer.name: layer for region in model.regions for layer in region.layers}
-        layers = tuple(sorted(kept.values(), key=lambda layer: (layer.index, layer.name)))
+        layers = tuple(sorted(layers_of(model), key=lambda layer: (layer.index, layer.name)))
         about: dict[str, Any] = {"name": model.model, "architecture": "", "attention_heads": 0}
         return Model(layers=layers, depth=layers[-1].index + 1, max_len=model.max_len, **about)
     return model if isinstance(model, Model) else Model.load(model)
@@ -223,7 +219,7 @@ def _unknown_kind(where: str | Path) -> AtlasError:
 
 
 def rows_of(model: Model, block_size: int, max_len: int | None, memory: str | int) -> Plan:
-    """Return the plan of a tier for a model, with heads outermost if the model supports it."""
+    """Return the plan of a tier in memory or in a file, with heads outermost if possible."""
     about: dict[str, Any] = {"memory": memory, "in_flight": 0, "states": "apart"}
     if max_len is not None:
         about["max_len"] = max_len

@@ -43,7 +43,7 @@ class RowFrame:
     """The layout of one group's rows in staging memory, with a header before each object.
 
     >>> halves = [(np.array([0]), np.array([8])), (np.array([8]), np.array([8]))]
-    >>> frame = RowFrame(GroupObjects(halves))
+    >>> frame = RowFrame(GroupObjects(halves, 16))
     >>> frame.nbytes, frame.object(1)
     (144, slice(72, 144, None))
     >>> one = Copy(0, 0, np.array([500]), np.array([4]), np.array([12]))

@@ -2,7 +2,8 @@
 
 A row is one block of the tier's plan. It is cut by the ranks that would hold its bytes if the
 model were distributed over `shards` tensor-parallel ranks and `stages` pipeline stages: bytes
-that the same ranks hold form one object. A rank of any tp that divides `shards` therefore holds
+that the same ranks hold form one object, and padding belongs to the object of the bytes before it.
+A rank of any tp that divides `shards` therefore holds
 only whole objects. Bytes that all ranks replicate (the latents of MLA) form one object. The cut
 depends only on the plan and these two numbers, so all rows of a group are cut in the same way.
 """
@@ -45,16 +46,18 @@ class RowShare(NamedTuple):
 class GroupObjects:
     """How the rows of one group are cut into objects: the byte ranges of a row in each object."""
 
-    def __init__(self, held: list[Ranges]) -> None:
+    def __init__(self, held: list[Ranges], nbytes: int) -> None:
+        """Cut rows of `nbytes` bytes. `held` are the byte ranges of each object, without padding.
+
+        Padding belongs to the object of the bytes before it, so that objects cover the whole row.
+        """
         owner = [np.full(len(start), index) for index, (start, _) in enumerate(held)]
-        starts, lengths = (np.concatenate(all_of) for all_of in zip(*held, strict=True))
+        starts = np.concatenate([start for start, _ in held])
         order = np.argsort(starts, kind="stable")
-        starts, stops, owners = starts[order], (starts + lengths)[order], np.concatenate(owner)
-        owners = owners[order]
-        # Stretches of one object are merged across padding: fewer, longer stretches are faster.
+        starts, owners = starts[order], np.concatenate(owner)[order]
         first = np.flatnonzero(np.diff(owners, prepend=-1))
-        last = np.append(first[1:], len(owners)) - 1
-        self._starts, self._stops, self._owner = starts[first], stops[last], owners[first]
+        self._starts, self._owner = starts[first], owners[first]
+        self._stops = np.append(self._starts[1:], nbytes)
         self.objects: list[Ranges] = []
         """The stretches of a row in each object: starts and lengths."""
         for index in range(len(held)):
@@ -130,7 +133,7 @@ class RowObjects:
         for key in sorted(held):
             starts, lengths = (np.concatenate(all_of) for all_of in zip(*held[key], strict=True))
             objects.append(join_ranges(starts, lengths))
-        return GroupObjects(objects)
+        return GroupObjects(objects, self.plan.pool(0, group).block_bytes)
 
     def _pieces(self, region: Region, index: int) -> Iterator[tuple[tuple[int, ...], Placement]]:
         """Yield (ranks, placement) for each part of a layer's page that the same ranks would hold.

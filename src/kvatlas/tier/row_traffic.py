@@ -122,10 +122,13 @@ class RowTraffic:
         """Return the reason for a miss: "other_LEVEL", or "absent" if all levels match.
 
         LEVEL is the first of tenant, model, weights, dtype and format in which nothing in the store
-        matches this namespace.
+        matches this namespace. "older_format" means that the tenant has objects only in a format
+        that this version does not read.
         """
         if time.monotonic() >= self._marked_until:
             there = list(self._exist(self.names.marks, deadline))
+            if not there[0] and any(self._exist(self.names.older_marks, deadline)):
+                return "older_format"
             if False in there:
                 return f"other_{LEVELS[there.index(False)]}"
             self._marked_until = time.monotonic() + _MARKED_FOR

@@ -12,17 +12,15 @@ from collections import defaultdict
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
 from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
-from kvatlas.planning import Plan
-from kvatlas.tier.namespaces import LEVELS, ROOT, parse_name, row_digest
+from kvatlas.tier.namespaces import LEVELS, OLD_ROOTS, ROOT, parse_name, row_digest
 from kvatlas.tier.object_header import HEADER, ObjectPlace, is_sound
-from kvatlas.tier.row_objects import RowObjects
 from kvatlas.tier.stores import ABSENT, ObjectStore
 
 LARGEST = 1 << 32
@@ -55,30 +53,44 @@ class Verdict(NamedTuple):
 class _RowFormat(msgspec.Struct, frozen=True):
     """The row format that the mark of a namespace records."""
 
-    level: str
-    plan: msgspec.Raw
-    shards: int
-    stages: int
+    level: Literal["format"]
+    model: str
+    objects: list[list[int]]
+    """The sizes of the objects of a row, for each kind of row."""
 
 
 def summaries(store: ObjectStore) -> list[NamespaceSummary]:
     """Summarise every namespace that has objects in a store."""
     found = []
     for (tenant, namespace), rows in sorted(_rows(store).items()):
-        cut = _cut(store, tenant, namespace)
+        known = _row_format(store, tenant, namespace)
         names = [name for own in rows.values() for name in own]
         found.append(
             NamespaceSummary(
                 tenant=tenant,
                 namespace=namespace,
-                model=cut.plan.model if cut else "",
+                model=known.model if known else "",
                 rows=len(rows),
-                incomplete=sum(not _complete(own, cut) for own in rows.values()),
+                incomplete=sum(not _complete(own, known) for own in rows.values()),
                 objects=len(names),
                 nbytes=sum(max(0, store.size(name)) for name in names),
             )
         )
     return found
+
+
+def older_objects(store: ObjectStore) -> tuple[int, int]:
+    """Return the number and the bytes of objects in older formats, which are never read.
+
+    >>> from kvatlas.tier import HostStore
+    >>> store = HostStore()
+    >>> store.put([("kv1/0f/marks/77", [np.zeros(64, np.uint8)])])
+    [True]
+    >>> older_objects(store)
+    (1, 64)
+    """
+    sizes = [max(0, store.size(name)) for root in OLD_ROOTS for name in store.names(f"{root}/")]
+    return len(sizes), sum(sizes)
 
 
 def verify(store: ObjectStore, *, remove: bool = False) -> Verdict:
@@ -101,21 +113,23 @@ def verify(store: ObjectStore, *, remove: bool = False) -> Verdict:
 
 
 def collect_garbage(
-    store: ObjectStore, *, tenant: str = "", namespace: str = ""
+    store: ObjectStore, *, tenant: str = "", namespace: str = "", older: bool = False
 ) -> tuple[int, int]:
-    """Remove incomplete rows, or all objects of one tenant or namespace.
+    """Remove incomplete rows, or all objects of one tenant, of one namespace or in older formats.
 
     Returns the number of removed objects, and the number of bytes in removed unfinished files of
     dead writers. A row that is being written now is incomplete and may be removed too; it will be
     stored again.
     """
+    if older:
+        return sum(store.remove_all(f"{root}/") for root in OLD_ROOTS), 0
     if tenant or namespace:
         return sum(_remove_all(store, tenant, namespace)), 0
     removed = 0
     for (owner, place), rows in _rows(store).items():
-        cut = _cut(store, owner, place)
+        known = _row_format(store, owner, place)
         for names in rows.values():
-            if not _complete(names, cut):
+            if not _complete(names, known):
                 removed += store.remove(names)
     return removed, store.sweep()
 
@@ -147,13 +161,13 @@ def import_objects(store: ObjectStore, path: Path) -> Verdict:
                 content = archive.extractfile(about) if about.isfile() else None
                 # The header of a sparse member can claim any size.
                 if content is None or about.size > min(LARGEST, path.stat().st_size):
-                    refused.append(about.name)
+                    refused.append(_printable(about.name))
                     continue
                 found = np.frombuffer(content.read(), np.uint8)
                 if _is_sound(about.name, found) and store.put([(about.name, [found])]) == [True]:
                     sound += 1
                 else:
-                    refused.append(about.name)
+                    refused.append(_printable(about.name))
     except AtlasError:  # raised by the store
         raise
     except _NO_ARCHIVE as fault:
@@ -161,6 +175,11 @@ def import_objects(store: ObjectStore, path: Path) -> Verdict:
         why = str(fault) or type(fault).__name__
         raise AtlasError(Code.UNREADABLE, problem, got=f"{path}: {why}", hint=hint) from None
     return Verdict(sound, refused)
+
+
+def _printable(name: str) -> str:
+    """Return the name of a tar member, with bytes that are not UTF-8 as escape sequences."""
+    return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
 def _rows(store: ObjectStore) -> dict[tuple[str, str], dict[str, list[str]]]:
@@ -173,26 +192,25 @@ def _rows(store: ObjectStore) -> dict[tuple[str, str], dict[str, list[str]]]:
     return found
 
 
-def _complete(names: list[str], cut: RowObjects | None) -> bool:
+def _complete(names: list[str], known: _RowFormat | None) -> bool:
     """Return whether a row has all of its objects; true if its format is unknown."""
-    if cut is None:
+    if known is None:
         return True
     parsed = [about for about in map(parse_name, names) if about is not None]
-    group = parsed[0].group
-    if group >= len(cut.groups):
+    kind = parsed[0].group
+    if kind >= len(known.objects):
         return False
-    return {about.number for about in parsed} == set(range(len(cut.groups[group])))
+    return {about.number for about in parsed} == set(range(len(known.objects[kind])))
 
 
-def _cut(store: ObjectStore, tenant: str, namespace: str) -> RowObjects | None:
-    """Return how the rows of a namespace are cut into objects, or None if it has no valid mark."""
+def _row_format(store: ObjectStore, tenant: str, namespace: str) -> _RowFormat | None:
+    """Return the row format of a namespace, or None if it has no valid mark."""
     found = _read(store, name := _MARK.format(tenant, namespace))
     if found is None or not _is_sound(name, found):
         return None
     try:
-        said = msgspec.json.decode(found[HEADER:].tobytes(), type=_RowFormat)
-        return RowObjects(Plan.from_json(bytes(said.plan)), said.shards, said.stages)
-    except (msgspec.DecodeError, AtlasError, RecursionError):  # written by another program
+        return msgspec.json.decode(found[HEADER:].tobytes(), type=_RowFormat)
+    except (msgspec.DecodeError, RecursionError):  # written by another program
         return None
 
 

@@ -1,10 +1,10 @@
 """`StoreTier`: a tier for a fleet, in an object store that all of its engines can reach.
 
-It has the same methods as `Tier` and also its own plan, but no blocks. The plan specifies the
-format of a row. Rows are stored as objects, cut so that every topology writes and reads whole
-objects. This process holds only rows in flight, in memory of bounded size. The store is not
-trusted: a row is found when all of its objects exist, and each object is verified before use. A
-slow, full or unreachable store counts as a miss.
+It has the same methods as `Tier` and also a plan, but no blocks. The plan describes canonical rows,
+which depend on the model and not on the plan that the tier was opened with. Rows are stored as
+objects, cut so that every topology writes and reads whole objects. This process holds only rows in
+flight, in memory of bounded size. The store is not trusted: a row is found when all of its objects
+exist, and each object is verified before use. A slow, full or unreachable store counts as a miss.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.routing.block_tables import checked_rank
 from kvatlas.routing.token_ranges import token_range
+from kvatlas.tier.canonical_rows import canonical_rows
 from kvatlas.tier.converting import PLANS, Converting, kept_as_written
 from kvatlas.tier.hit import check_all_there
 from kvatlas.tier.index import StoreResult
@@ -84,13 +85,17 @@ class StoreTier:
         plan: Plan,
         identity: CacheIdentity,
         *,
+        span: int | None = None,
         shards: int | None = None,
         stages: int = 1,
         staging: int = 256 << 20,
         timeout: float = 5.0,
         other: OtherRows | None = None,
     ) -> None:
-        """Open a tier in a store.
+        """Open a tier in a store, for the model of any plan.
+
+        The keys of all calls are those of `tier.plan`. A row has `span` tokens; by default, the
+        greatest common divisor of the plan's block sizes. Tiers with equal spans share rows.
 
         Each call, including a whole fetch, takes at most `timeout` seconds. `staging` is the
         number of bytes for rows in flight. `shards` and `stages` determine how rows are cut into
@@ -100,10 +105,12 @@ class StoreTier:
         more tokens. They are converted when they are fetched. New rows are always stored in the
         tier's own dtype.
         """
+        plan = canonical_rows(plan, span=span)
         self.plan, self.timeout = plan, duration(timeout)
         self.misses: Counter[str] = Counter()
         """Number of lookups and fetches that returned fewer tokens than requested, by reason."""
         if other is not None:
+            other = OtherRows(canonical_rows(other.plan, span=plan.block_size), other.convert)
             check_alike(plan, other)
         cut = (shards, stages)
         how = None if other is None else kept_as_written(other.convert)

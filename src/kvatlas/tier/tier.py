@@ -203,11 +203,17 @@ class Tier:
             hit.fetch(pools, plan, **about, carry=carry, convert=convert)
 
     def drop(self, keys: Keys) -> int:
-        """Remove keys from every group and return how many blocks were removed."""
+        """Remove keys from every group and return how many blocks were removed.
+
+        If the tier is durable, they stay removed after a power failure.
+        """
         with self._storage.using():
             by_group = keys_by_group(self.plan, keys)
             names = [(g, key) for g, row in by_group.items() for key in row if key is not None]
-            return self._index.drop_keys(names)
+            removed = self._index.drop_keys(names)
+            if removed and self._file is not None:
+                self._file.flush()
+            return removed
 
     # -- content ------------------------------------------------------------------------
 

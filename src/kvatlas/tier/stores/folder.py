@@ -1,7 +1,9 @@
 """`FolderStore`: one file per object, in a folder that several hosts may share.
 
 A file is written under a temporary name and linked to its final name when it is complete. An
-object is therefore complete or absent, and the first of two writers wins.
+object is therefore complete or absent, and the first of two writers wins. Files are not flushed to
+disk: after a power failure, objects may be missing or damaged. The checksum of an object detects
+damage, and it counts as a miss. Symbolic links below the folder are not followed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import natural
 from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom, joined_size
-from kvatlas.tier.stores.folder_room import UNFINISHED, FolderRoom, is_object, is_there
+from kvatlas.tier.stores.folder_room import (
+    UNFINISHED,
+    FolderRoom,
+    is_object,
+    is_there,
+    leads_away,
+)
 
 _NAME = re.compile(r"[a-z0-9_.-]+(/[a-z0-9_.-]+)*")
 _MOST_PARTS = 512
@@ -30,7 +38,8 @@ class FolderStore(ObjectStore):
 
     All processes that share the folder and specify a `capacity` share one count of its bytes.
     With a `quota`, each tenant has at most this many bytes, and only its own objects are evicted
-    to make space for it. A missing folder is created, unless `create` is false.
+    to make space for it. A missing folder is created, unless `create` is false. Objects are not
+    flushed to disk and may be lost in a power failure. A folder that is read-only can be read.
 
     >>> import tempfile, numpy as np
     >>> store = FolderStore(tempfile.mkdtemp())
@@ -59,6 +68,8 @@ class FolderStore(ObjectStore):
         return [self._put(self._path(name), parts) for name, parts in objects]
 
     def _put(self, path: Path, parts: Parts) -> bool:
+        if leads_away(self._root, path):
+            return False
         if is_object(path):
             self._use(path)
             return True
@@ -91,7 +102,7 @@ class FolderStore(ObjectStore):
         return [self._get(self._path(name), parts) for name, parts in objects]
 
     def _get(self, path: Path, parts: Parts) -> int:
-        with _refusals(path), _opened(path) as found:
+        with _refusals(path), self._opened(path) as found:
             if found is None:
                 return ABSENT
             size = os.fstat(found).st_size
@@ -101,7 +112,7 @@ class FolderStore(ObjectStore):
     def ranges(self, name: str, wanted: Sequence[tuple[int, Bytes]]) -> int:
         """Read parts of an object and return the number of bytes read, or `ABSENT`."""
         path = self._path(name)
-        with _refusals(path), _opened(path) as found:
+        with _refusals(path), self._opened(path) as found:
             if found is None:
                 return ABSENT
             self._use(found)
@@ -110,12 +121,16 @@ class FolderStore(ObjectStore):
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Return for each name whether the object exists."""
         with _refusals(self._root):
-            return [is_there(self._path(name)) for name in names]
+            return [
+                is_there(path) and not leads_away(self._root, path)
+                for path in map(self._path, names)
+            ]
 
     def remove(self, names: Sequence[str]) -> int:
         """Remove objects and return how many existed."""
         with _refusals(self._root):
-            sizes = self._room.remove_all(map(self._path, names))
+            paths = map(self._path, names)
+            sizes = self._room.remove_all(p for p in paths if not leads_away(self._root, p))
         return sum(size > 0 for size in sizes)
 
     def remove_all(self, prefix: str) -> int:
@@ -134,7 +149,8 @@ class FolderStore(ObjectStore):
         """Return the size of an object in bytes, or `ABSENT`."""
         path = self._path(name)
         with suppress(OSError):
-            return path.lstat().st_size if is_object(path) else ABSENT
+            if is_object(path) and not leads_away(self._root, path):
+                return path.lstat().st_size
         return ABSENT
 
     def register(self, memory: Bytes) -> None:
@@ -160,6 +176,15 @@ class FolderStore(ObjectStore):
             free = os.statvfs(self._root)
             return StoreRoom(sum(sizes), sum(sizes) + free.f_bavail * free.f_frsize, len(sizes))
         return StoreRoom(sum(sizes), self._capacity, len(sizes))
+
+    @contextmanager
+    def _opened(self, path: Path) -> Iterator[int | None]:
+        """Open an object for reading; yield None if it does not exist."""
+        if leads_away(self._root, path):
+            yield None
+        else:
+            with _opened(path) as found:
+                yield found
 
     def _path(self, name: str) -> Path:
         """Return the path of an object. Names that could lead out of the folder are rejected."""
@@ -202,12 +227,19 @@ def _opened(path: Path) -> Iterator[int | None]:
 
 
 def _finish(descriptor: int, unfinished: Path, path: Path, parts: Parts) -> bool:
-    """Write a file and link it to its name. Return False if the name already exists."""
+    """Write a file and link it to its name. Return False if the object already exists.
+
+    A pipe, a symbolic link or an empty folder under this name is replaced.
+    """
     _write(descriptor, parts)
     try:
         os.link(unfinished, path)
     except FileExistsError:
-        return False
+        if is_object(path):
+            return False
+        with suppress(OSError):
+            path.rmdir()
+        unfinished.rename(path)
     return True
 
 

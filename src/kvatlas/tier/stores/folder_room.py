@@ -6,6 +6,7 @@ no space evicts the least recently used objects: of all objects, or of its tenan
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import time
@@ -25,6 +26,8 @@ _OF_TENANT = ".used-"
 """Prefix of the name of a tenant's ledger."""
 _ABANDONED = 600.0
 """Seconds after which an unfinished file counts as abandoned."""
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+"""Error numbers of a folder to which this process must not write."""
 _FOLDER_TRIES = 8
 """Number of attempts to create a folder that other processes remove concurrently."""
 
@@ -47,10 +50,18 @@ class FolderRoom:
         self._known_tenants: set[str] = set()
         """Tenants whose bytes have been counted by this object."""
         if capacity:
-            with self.ledger.held() as ledger:
-                ledger.used = self._counted(root)
+            self._count_all()
         if quota:
             self.forget_empty_tenants()
+
+    def _count_all(self) -> None:
+        """Count the bytes of all objects, unless this process can only read the folder."""
+        try:
+            with self.ledger.held() as ledger:
+                ledger.used = self._counted(self._root)
+        except OSError as fault:
+            if fault.errno not in _READ_ONLY:
+                raise
 
     @property
     def bounded(self) -> bool:
@@ -189,12 +200,17 @@ class FolderRoom:
 
     def files(self, folder: Path) -> Iterator[Path]:
         """Yield the objects below a folder."""
-        for where, _, files in os.walk(folder):
+        for where, _, files in self._walk(folder):
             whole = (Path(where, one) for one in files if not one.endswith(UNFINISHED))
             yield from (p for p in whole if not p.name.startswith(_LEDGER) and is_object(p))
 
+    def _walk(self, folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+        """Walk a folder, but follow no symbolic link to another folder."""
+        if not leads_away(self._root, folder / "x"):
+            yield from os.walk(folder)
+
     def _unfinished(self, folder: Path) -> Iterator[Path]:
-        for where, _, files in os.walk(folder):
+        for where, _, files in self._walk(folder):
             yield from (Path(where, one) for one in files if one.endswith(UNFINISHED))
 
 
@@ -206,6 +222,19 @@ def _forget_if_empty(ledger: FolderLedger, folders: Sequence[Path]) -> None:
 
     if not has_some():
         ledger.remove_unless(has_some)
+
+
+def leads_away(root: Path, path: Path) -> bool:
+    """Return whether a folder between `root` and `path` is a symbolic link.
+
+    Such a link could lead to files of other programs, or to objects of another tenant.
+    """
+    at = str(root)
+    for word in path.relative_to(root).parts[:-1]:
+        at = f"{at}/{word}"
+        if Path(at).is_symlink():
+            return True
+    return False
 
 
 def is_object(path: Path) -> bool:
