@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from itertools import product
+from itertools import permutations, product
 from typing import Any
 
 import numpy as np
@@ -156,6 +156,31 @@ def test_blocks_and_kernel_blocks_of_any_two_sizes(block: int, to: int, order: s
     dst = small_plan(DENSE, block_size=to, tp=2, **more)
     for tokens in ((0, 250), (77, 191)):
         assert_arrives(moving(src, dst, tokens))
+
+
+NVFP4 = FullAttention(heads=4, head_dim=32, cache="nvfp4")
+
+
+@pytest.mark.parametrize(("src", "dst"), list(permutations(ORDERS, 2)))
+def test_nvfp4_arrives_between_any_two_orders(src: str, dst: str) -> None:
+    model = stacked("m", NVFP4, NVFP4)
+    for tps, blocks in (((1, 1), (16, 16)), ((2, 4), (32, 48)), ((4, 1), (16, 32))):
+        ends = [
+            small_plan(model, layout=order, tp=tp, block_size=block)
+            for order, tp, block in zip((src, dst), tps, blocks, strict=True)
+        ]
+        assert_arrives(moving(*ends, (5, 70)))
+
+
+def test_heads_of_nvfp4_are_one_run_per_block_in_bhlnc() -> None:
+    """The order that transfers want: K of a rank's heads in one run per block, and V in another."""
+    model = stacked("m", NVFP4, NVFP4, NVFP4)
+    src, dst = (small_plan(model, layout="BHLNC", tp=tp, block_size=16) for tp in (1, 2))
+    for rank in (0, 1):
+        ids: Any = {"src_blocks": [1, 3, 5], "dst_blocks": [2, 4, 1], "tokens": 48}
+        (copy,) = route(src, dst).bind(src_rank=0, dst_rank=rank, **ids).copies
+        two_heads = 2 * 3 * 16 * (16 + 2)  # in 3 layers: 16 states of data and scales
+        assert copy.length.tolist() == [two_heads] * 2 * 3
 
 
 @pytest.mark.parametrize("scales", ["inline", "planes", "state_planes"])

@@ -41,7 +41,12 @@ from kvatlas.planning.block_size import (
 )
 from kvatlas.planning.capacity import LENGTHS, PROMISE, Capacity, Share, capacity_of, least_share
 from kvatlas.planning.grouping import GroupDraft, alike, by_tokens, dealt, group_layers
-from kvatlas.planning.layout_resolution import resolve_order, supported_orders, viewable_orders
+from kvatlas.planning.layout_resolution import (
+    layers_in_layout,
+    resolve_order,
+    supported_orders,
+    viewable_orders,
+)
 from kvatlas.planning.placing import (
     PlanDraft,
     PoolDraft,
@@ -68,12 +73,13 @@ def plan_atlas(request: PlanRequest) -> Plan:
     size = kernel_size(request)
     layers = size_layers(request, block=size.tokens)
     orders = viewable_orders(supported_orders(used_backends(request), EVERY_ORDER), layers)
-    states = [layer for layer in layers if layer.kind == "recurrent"]
-    attention = [layer for layer in layers if layer.kind != "recurrent"]
-    hybrid = bool(states and attention)
+    hybrid = {layer.kind == "recurrent" for layer in layers} == {True, False}
     layout = _layout(request, orders, layers, hybrid=hybrid)
+    unplaced, layers = layers, layers_in_layout(layers, layout)
     orders = tuple(order for order in orders if order in (*ANY_ORDER, layout.order))
     if hybrid:
+        states = [layer for layer in layers if layer.kind == "recurrent"]
+        attention = [layer for layer in layers if layer.kind != "recurrent"]
         return _plan_hybrid(Hybrid(request, attention, states, layout, orders, size))
     if request.pack not in ("auto", 1):
         raise AtlasError(
@@ -84,7 +90,7 @@ def plan_atlas(request: PlanRequest) -> Plan:
         )
     draft = PlanDraft(tuple(_pools(layers, layout)), size, orders)
     if request.layout is None:
-        theirs = Yardstick(request, layers)  # without states, vLLM has the same block size
+        theirs = Yardstick(request, unplaced)  # without states, vLLM has the same block size
         if theirs.draft and not theirs.share(draft).keeps_promise:
             draft = theirs.draft
     return make_plan(request, draft, policy="atlas")
