@@ -158,6 +158,20 @@ def test_blocks_and_kernel_blocks_of_any_two_sizes(block: int, to: int, order: s
         assert_arrives(moving(src, dst, tokens))
 
 
+@pytest.mark.parametrize("order", ["LBNHC", "LBHNC", "BLNHC", "BHLNC"])
+def test_packs_beyond_the_number_of_layers(order: str) -> None:
+    delta = GatedDeltaNet(key_heads=4, value_heads=8, key_dim=16, value_dim=16, ssm_dtype="fp32")
+    attention = FullAttention(heads=2, head_dim=8)
+    model = stacked("m", *[delta, delta, attention] * 2)
+    packed = small_plan(model, layout=order, pack=5, tp=2)
+    assert packed.pack == 5
+    others = [small_plan(model, layout="BLHNC"), small_plan(model, layout="LBNHC", pack=2)]
+    others.append(small_plan(model, layout="BHLNC", pack=7, tp=2))
+    for other in others:
+        assert_arrives(moving(packed, other, 70))
+        assert_arrives(moving(other, packed, 70))
+
+
 NVFP4 = FullAttention(heads=4, head_dim=32, cache="nvfp4")
 
 
