@@ -77,8 +77,16 @@ class StripPages(NamedTuple):
 class Compiler:
     """Compiles the strips (`StridedRuns`) between two plans, for one pair of ranks at a time."""
 
-    def __init__(self, src: PlanEnd, dst: PlanEnd, visibilities: Mapping[str, Visibility]) -> None:
+    def __init__(
+        self,
+        src: PlanEnd,
+        dst: PlanEnd,
+        visibilities: Mapping[str, Visibility],
+        padding: Mapping[str, frozenset[str]] | None = None,
+    ) -> None:
+        """`padding` names, for each layer, the fields with which padding is copied."""
         self.src, self.dst, self.visibilities = src, dst, visibilities
+        self._padding = padding or {}
         self._chosen: dict[int, dict[int, dict[str, list[NeededShard]]]] = {}
         self._held: dict[object, list[tuple[SourceShard, ShardRange]]] = {}
         """Ranges of a field that source ranks hold; the same for every destination rank."""
@@ -215,18 +223,34 @@ class Compiler:
     # -- bytes ------------------------------------------------------------------------
 
     def _strip(self, layer: str, needed: NeededShard) -> StridedRuns:
-        """Return the runs that copy a shard between two regions, from page 0 to page 0."""
-        source = needed.sources[0]
-        src = self.src.views(layer, self.src.parts[layer][source.part])[needed.field]
-        dst = self.dst.views(layer, self.dst.parts[layer][needed.part])[needed.field]
-        axis = dst.field.sharding.axis
-        ends = src.placement, dst.placement
-        key = (*ends, axis, source.local, needed.local, needed.length)
+        """Return the runs that copy a shard between two regions, from page 0 to page 0.
+
+        They include padding after the field that would split the runs of consecutive states.
+        """
+        ends = (
+            (self.src, self.src.parts[layer][needed.sources[0].part]),
+            (self.dst, self.dst.parts[layer][needed.part]),
+        )
+        name = needed.field
+        runs = self._between([end.views(layer, part)[name] for end, part in ends], needed)
+        if name not in self._padding.get(layer, ()):
+            return runs
+        padding = self._between(
+            [end.padding_after(layer, part)[name] for end, part in ends], needed
+        )
+        (joined,) = merge_runs((runs, padding))
+        return joined
+
+    def _between(self, views: Sequence[FieldView], needed: NeededShard) -> StridedRuns:
+        """Return the runs between the source's and the destination's view of a shard."""
+        (src, dst), local = views, (needed.sources[0].local, needed.local)
+        axis, length = dst.field.sharding.axis, needed.length
+        key = (src.placement, dst.placement, axis, *local, length)
         if key not in self._runs:
-            here, there = tile_alike(*ends)
+            here, there = tile_alike(src.placement, dst.placement)
             if axis is not None:
-                here = here.narrow(axis, source.local, needed.length)
-                there = there.narrow(axis, needed.local, needed.length)
+                here = here.narrow(axis, local[0], length)
+                there = there.narrow(axis, local[1], length)
             self._runs[key] = StridedRuns.between(here, there)
         return self._runs[key]
 

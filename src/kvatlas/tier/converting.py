@@ -121,11 +121,11 @@ def _between(src: Plan, dst: Plan, convert: Converting | None) -> Route:
     alike = fingerprint(src) == fingerprint(dst)
     # If the formats match and no source scales are given, there is nothing to convert or check.
     if convert is None or (alike and convert.src_scales is None):
-        return route(src, dst)
-    about: dict[str, Any] = {}
+        return route(src, dst, padding=False)
+    about: dict[str, Any] = {"padding": False}
     if not alike:
         scales = {"src_scales": convert.src_scales, "dst_scales": convert.dst_scales}
-        about = {"convert": convert.name, **scales}
+        about |= {"convert": convert.name, **scales}
     made = route(src, dst, **about)  # first: its errors for unlike models are more specific
     _refuse_rescaling(src, dst, convert)
     return made
