@@ -67,7 +67,10 @@ def test_groups_that_lie_alike_are_compiled_once(monkeypatch: pytest.MonkeyPatch
     src, dst = (small_plan(model, tp=tp) for tp in (2, 1))
     assert len(src.groups) == len(dst.groups) == 19
     way = route(src, dst)
-    assert [way.compile(src_rank=rank, dst_rank=0) > 0 for rank in (0, 1)] == [True, True]
+    assert [way.compile(source_rank=rank, destination_rank=0) > 0 for rank in (0, 1)] == [
+        True,
+        True,
+    ]
     assert len(merged) <= 8  # by rank: attention, and which half of a state is whose
 
 
@@ -191,8 +194,8 @@ def test_heads_of_nvfp4_are_one_run_per_block_in_bhlnc() -> None:
     model = stacked("m", NVFP4, NVFP4, NVFP4)
     src, dst = (small_plan(model, layout="BHLNC", tp=tp, block_size=16) for tp in (1, 2))
     for rank in (0, 1):
-        ids: Any = {"src_blocks": [1, 3, 5], "dst_blocks": [2, 4, 1], "tokens": 48}
-        (copy,) = route(src, dst).bind(src_rank=0, dst_rank=rank, **ids).copies
+        ids: Any = {"source_blocks": [1, 3, 5], "destination_blocks": [2, 4, 1], "tokens": 48}
+        (copy,) = route(src, dst).bind(source_rank=0, destination_rank=rank, **ids).copies
         two_heads = 2 * 3 * 16 * (16 + 2)  # in 3 layers: 16 states of data and scales
         assert copy.length.tolist() == [two_heads] * 2 * 3
 

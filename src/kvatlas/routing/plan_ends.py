@@ -156,7 +156,9 @@ def _view(page: Page, placed: Placement, field: Field) -> FieldView:
     return FieldView(field, view, StateBlocks(states, split))
 
 
-def padding_between(src: PlanEnd, dst: PlanEnd, layers: Iterable[str]) -> dict[str, frozenset[str]]:
+def padding_between(
+    source: PlanEnd, destination: PlanEnd, layers: Iterable[str]
+) -> dict[str, frozenset[str]]:
     """Return, by layer, the fields after which both ends declare the same padding.
 
     Copying this padding with the field is harmless: it is in the same page and the same cell.
@@ -164,18 +166,20 @@ def padding_between(src: PlanEnd, dst: PlanEnd, layers: Iterable[str]) -> dict[s
     alike: dict[object, frozenset[str]] = {}
     found = {}
     for layer in layers:
-        key = tuple((end.specs[layer], *map(end.form, end.parts[layer])) for end in (src, dst))
+        key = tuple(
+            (end.specs[layer], *map(end.form, end.parts[layer])) for end in (source, destination)
+        )
         if key not in alike:
-            alike[key] = _padding_between(src, dst, layer)
+            alike[key] = _padding_between(source, destination, layer)
         if alike[key]:
             found[layer] = alike[key]
     return found
 
 
-def _padding_between(src: PlanEnd, dst: PlanEnd, layer: str) -> frozenset[str]:
+def _padding_between(source: PlanEnd, destination: PlanEnd, layer: str) -> frozenset[str]:
     first, *others = (
         {name: _unplaced(view.field) for name, view in end.padding_after(layer, part).items()}
-        for end in (src, dst)
+        for end in (source, destination)
         for part in end.parts[layer]
     )
     return frozenset(

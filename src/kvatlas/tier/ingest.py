@@ -50,11 +50,11 @@ class Delivery(NamedTuple):
 class Ingest:
     """Computes which bytes each rank of one plan contributes to a tier's blocks."""
 
-    def __init__(self, src: Plan, tier: Plan) -> None:
+    def __init__(self, source: Plan, tier: Plan) -> None:
         self.number = next(_numbers)
-        self.spans = TierSpans(tier, src)
+        self.spans = TierSpans(tier, source)
         # Rows have only defined bytes, so that they do not depend on who wrote them.
-        self.route = route(src, with_room(tier), padding=False)
+        self.route = route(source, with_room(tier), padding=False)
         self.block_bytes = {pool.index: pool.block_bytes for pool in tier.pools}
         self.pool_of = [group.pool for group in tier.groups]
         self._known: dict[tuple[int, Shape], Delivery] = {}
@@ -78,7 +78,11 @@ class Ingest:
             bound = self.route.bind(**_ends(rank, blocks, tables, tokens))
             known = self._deliveries(rank, ids, lambda: bound.copies, tables, tokens)
         target = _targets(ids, numbers)
-        aimed = [part for copy in bound.copies for part in self._aimed(copy, target[copy.dst_pool])]
+        aimed = [
+            part
+            for copy in bound.copies
+            for part in self._aimed(copy, target[copy.destination_pool])
+        ]
         return aimed, known
 
     def grids(
@@ -95,7 +99,9 @@ class Ingest:
             known = self._deliveries(rank, ids, lambda: bind().copies, tables, tokens)
             grids = self.route.stream(**ends).grids()
         target = _targets(ids, numbers)
-        aimed = [part for grid in grids for part in self._aimed(grid, target[grid.dst_pool])]
+        aimed = [
+            part for grid in grids for part in self._aimed(grid, target[grid.destination_pool])
+        ]
         return aimed, known
 
     def deliveries(
@@ -144,14 +150,19 @@ class Ingest:
 
         Runs to a placeholder number without a block id are dropped.
         """
-        block_bytes = self.block_bytes[copy.dst_pool]
-        number, within = np.divmod(copy.dst, APART * block_bytes)
+        block_bytes = self.block_bytes[copy.destination_pool]
+        number, within = np.divmod(copy.destination, APART * block_bytes)
         block_id = target[number]
-        dst, kept = block_id * block_bytes + within, block_id >= 0
+        destination, kept = block_id * block_bytes + within, block_id >= 0
         if kept.all():
-            yield replace(copy, dst=dst)
+            yield replace(copy, destination=destination)
         elif kept.any():
-            yield replace(copy, src=copy.src[kept], dst=dst[kept], length=copy.length[kept])
+            yield replace(
+                copy,
+                source=copy.source[kept],
+                destination=destination[kept],
+                length=copy.length[kept],
+            )
 
     def _deliveries(
         self,
@@ -174,12 +185,14 @@ class Ingest:
             unknown = list(shapes.values())
         if unknown:
             copies = list(written())
-            all_needs = self.route.needs(dst_rank=0, dst_blocks=tables, tokens=tokens)
+            all_needs = self.route.needs(
+                destination_rank=0, destination_blocks=tables, tokens=tokens
+            )
             for need in unknown:
                 pool = self.pool_of[need.group]
                 entry = -1 if self.spans.recurrent(need.group) else need.entry
                 number = int(tables[need.group][entry]) // APART
-                mine = [(c.dst, c.length) for c in copies if c.dst_pool == pool]
+                mine = [(c.destination, c.length) for c in copies if c.destination_pool == pool]
                 theirs = [all_needs[pool]] if pool in all_needs else []
                 brought, needed = (self._within(all_of, pool, number) for all_of in (mine, theirs))
                 self._known[rank, need.shape] = Delivery(brought, join_ranges(*needed))
@@ -198,8 +211,8 @@ class Ingest:
 
 def _ends(rank: int, blocks: Any, tables: Any, tokens: tuple[int, int]) -> dict[str, Any]:
     """Return the arguments of `Route.bind` for copies from a rank to placeholder numbers."""
-    ends = {"src_blocks": blocks, "dst_blocks": tables, "tokens": tokens}
-    return {"src_rank": rank, "dst_rank": 0, **ends}
+    ends = {"source_blocks": blocks, "destination_blocks": tables, "tokens": tokens}
+    return {"source_rank": rank, "destination_rank": 0, **ends}
 
 
 def _targets(ids: Mapping[NeededBlock, int], numbers: Mapping[int, list[Any]]) -> dict[int, Int64s]:
