@@ -60,7 +60,7 @@ INTERNAL: dict[str, str] = {
         geometry.byte_sizes geometry.integers
     """,
     "planning": """
-        geometry.byte_sizes geometry.integers geometry.validation
+        geometry.byte_sizes geometry.integers geometry.validation specs.scale_location
     """,
     "cache": """
         geometry.byte_sizes planning.plans
@@ -109,8 +109,9 @@ INTERNAL: dict[str, str] = {
     """,
     "engines": """
         geometry.integers planning.request routing.conversion specs.cell_formats
-        tier.chained_keys tier.converting tier.hit tier.opening tier.prefix_finder
-        tier.store_hit tier.tier_events wire.client.transfer_request wire.transports.nixl_agents
+        specs.scale_location tier.chained_keys tier.converting tier.hit tier.opening
+        tier.prefix_finder tier.store_hit tier.tier_events wire.client.transfer_request
+        wire.transports.nixl_agents
         copying.cuda_driver copying.device_marks copying.memory_copy
     """,
     "cli": """

@@ -134,9 +134,8 @@ REFUSED: dict[tuple[str, str], Code] = {
     # A head's keys lie flat over its states, which must not have other heads between them.
     **{(name, order): Code.LAYOUT_REFUSED
        for name in ("rocm planes", "cpu attention") for order in STATE_MAJOR},
-    # Scales behind all data of a page want the page in one piece.
-    **{(name, order): Code.LAYOUT_REFUSED
-       for name in ("nvfp4 HND", "nvfp4 NHD") for order in SPLIT_PAGES},
+    # Scales after all data of a page need the page in one piece, if the caller insists on them.
+    **{("nvfp4 NHD", order): Code.LAYOUT_REFUSED for order in SPLIT_PAGES},
 }  # fmt: skip
 WHOLE_WITH_ONE_BLOCK = {(name, order) for name in ("flex attention", "sdpa") for order in ORDERS}
 

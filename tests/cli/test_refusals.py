@@ -36,7 +36,7 @@ REFUSALS: tuple[tuple[str, Code | None], ...] = (
     ("Llama-3.1-8B --tp -2", Code.BAD_SIZE),
     ("Llama-3.1-8B --pp 33", Code.BAD_TOPOLOGY),
     ("Llama-3.1-8B --dcp 2", Code.BAD_TOPOLOGY),
-    ("Qwen3.5-397B-A17B --pack 16", Code.BAD_PACK),
+    ("Qwen3.5-397B-A17B --pack 1000", Code.BAD_PACK),
     ("Qwen3.5-397B-A17B --pack 0", Code.BAD_PACK),
     ("Llama-3.1-8B --pack some", None),
     ("Llama-3.1-8B --kv-dtype fp9", Code.UNKNOWN_DTYPE),

@@ -9,6 +9,7 @@ import torch
 from benchmarks.gpu.attention import latent
 
 from kvatlas import AtlasError, Code, kernels
+from kvatlas.geometry import Layout
 from kvatlas.kernels import triton as gpu
 from kvatlas.kernels.triton import attend, write
 from kvatlas.specs import (
@@ -21,6 +22,7 @@ from kvatlas.specs import (
     SlidingAttention,
     SlidingLatentAttention,
 )
+from kvatlas.specs.scale_location import in_layout
 from tests.kernels.triton.cases import (
     ORDERS,
     Pool,
@@ -96,6 +98,16 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_attention_is_what_float64_says(kind: str) -> None:
     spec, more = KINDS[kind]
     check_attend(spec, "LBHNC", "cuda", **{**MIXED, **more})
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("block", [16, 64])
+def test_nvfp4_is_written_and_attended_in_every_order(order: str, block: int) -> None:
+    for head_dim in (64, 128):
+        spec = FullAttention(heads=2, head_dim=head_dim, cache="nvfp4")
+        placed = in_layout(spec, Layout(order))
+        check_write(placed, order, "cuda", exact=True)
+        check_attend(placed, order, "cuda", **MIXED, block=block)
 
 
 @pytest.mark.parametrize("order", ORDERS)

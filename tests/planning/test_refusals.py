@@ -61,7 +61,7 @@ REFUSALS: list[tuple[Code, Callable[[], Any]]] = [
     ),
     (Code.BAD_ORDER, lambda: plan("Llama-3.1-8B", **GIB, layout="LBNHX")),
     (Code.PAGES_NOT_UNIFIED, lambda: plan("Nemotron-H-8B", **GIB, policy="uniform")),
-    (Code.BAD_PACK, lambda: plan("Nemotron-H-8B", **GIB, pack=5)),
+    (Code.BAD_PACK, lambda: plan("Nemotron-H-8B", **GIB, pack=1000)),
     (Code.BAD_PACK, lambda: plan("Nemotron-H-8B", **GIB, pack=0)),
     (Code.BAD_PACK, lambda: plan("Llama-3.1-8B", **GIB, pack=2)),
     (Code.BAD_PACK, lambda: plan("Nemotron-H-8B", **GIB, pack=2, layout="LHBNC")),

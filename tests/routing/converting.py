@@ -114,7 +114,7 @@ def fill_sources(move: Move, rng: np.random.Generator) -> tuple[dict[int, Memory
     memories = {}
     for rank in oracle.ranks(move.source):
         memory = memories[rank] = Memory(move.source, rank, rng)
-        for held in oracle.held(move, "source", rank):
+        for held in oracle.held(move, "source", rank, padding=False):
             data = content[held.layer, held.field]
             held.write(memory.pools[held.pool], data.reshape(-1, held.item)[held.number])
     return memories, numbers
@@ -227,7 +227,7 @@ def assert_converted(
     for rank in oracle.ranks(move.destination):
         fields: dict[str, dict[str, Any]] = {}
         left = after[rank].copy()
-        for held in oracle.held(move, "destination", rank):
+        for held in oracle.held(move, "destination", rank, padding=False):
             at = held.address[:, None] + np.arange(held.item)
             key = held.layer, held.field
             marks, seen = fields.setdefault(held.layer, {}).setdefault(

@@ -10,7 +10,7 @@ at a time (as long arrays of coordinates, where speed asks for it), and each add
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -187,10 +187,27 @@ def values(layer: str, field: str, numbers: Ints, item: int = 1) -> Bytes:
     return mixed.view(np.uint8).reshape(-1, 8)[:, :item]
 
 
+def moving_padding(move: Move, layer: str) -> set[str]:
+    """Padding that moves like a field: both ends declare it in their pages, for each row."""
+    ends = []
+    for plan in (move.source, move.destination):
+        fields = [field for field in plan.page(layer).fields if field.padding]
+        ends.append({(field.name, *sorted(_global_sizes(field).items())) for field in fields})
+    return {str(name) for name, *_ in ends[0] & ends[1]}
+
+
 def held(
-    move: Move, side: Side, rank: int, chosen: Mapping[str, Ints] | None = None
+    move: Move,
+    side: Side,
+    rank: int,
+    chosen: Mapping[str, Ints] | None = None,
+    *,
+    padding: bool = True,
 ) -> Iterator[Elements]:
-    """Every element that moves and that a rank of one side keeps; of `chosen` states alone."""
+    """Every element that moves and that a rank of one side keeps; of `chosen` states alone.
+
+    Padding that both ends declare moves with the rows that it follows, unless `padding` is false.
+    """
     plan = move.plan(side)
     stage, tp_rank = divmod(rank, plan.tp)
     for layer, part in homes(plan):
@@ -205,18 +222,31 @@ def held(
         if kept.any():
             # A recurrent group's table may be its one block alone.
             entry = np.where((owner < 0) & (len(table) == 1), 0, entry)[kept]
-            yield from _fields(plan, layer, part, tp_rank, moving[kept], table[entry], within[kept])
+            where = (moving[kept], table[entry], within[kept])
+            also = moving_padding(move, layer) if padding else set()
+            yield from _fields(plan, layer, part, tp_rank, *where, also=also)
 
 
 def _fields(
-    plan: Plan, layer: str, part: int, tp_rank: int, states: Ints, blocks: Ints, within: Ints
+    plan: Plan,
+    layer: str,
+    part: int,
+    tp_rank: int,
+    states: Ints,
+    blocks: Ints,
+    within: Ints,
+    *,
+    also: Container[str],
 ) -> Iterator[Elements]:
-    """Elements of states that lie in these blocks, so many states into each."""
+    """Elements of states that lie in these blocks, so many states into each.
+
+    The padding named in `also` counts as a field.
+    """
     page, placement = plan.page(layer, tp_rank, part), _placement(plan, layer, part)
     region, _ = plan.region_of(layer, part)
     pool = plan.groups[region.group].pool
     for field in page.fields:
-        if field.padding:
+        if field.padding and field.name not in also:
             continue
         view = page.view(placement, field.name)
         first = dict.fromkeys(view.axes, 0)
@@ -286,9 +316,11 @@ def walk_slowly(move: Move, side: Side, rank: int) -> dict[tuple[int, int], int]
         placement = plan.placement(layer, part)
         views = {field.name: page.view(placement, field.name) for field in page.fields}
         wanted = states(move, layer) if region.stage == stage else ()
+        also = moving_padding(move, layer)
         for state, field in product(wanted, page.fields):
             owner, entry, within = place_of(plan, layer, part, state, move.tokens[1])
-            if field.padding or owner not in (-1, tp_rank % plan.dcp):
+            unused = field.padding and field.name not in also
+            if unused or owner not in (-1, tp_rank % plan.dcp):
                 continue
             ids = tables[region.group]
             block = ids[0] if group.kind == "recurrent" and len(ids) == 1 else ids[entry]
@@ -369,7 +401,8 @@ def own_blocks(move: Move, rank: int) -> dict[int, NDArray[np.bool_]]:
         blocks = np.repeat(np.array(move.destination_blocks[region.group])[used], len(inside))
         within = np.tile(inside, len(used))
         if region.stage == stage and len(blocks):
-            for elements in _fields(plan, layer, part, tp_rank, within, blocks, within):
+            also = moving_padding(move, layer)
+            for elements in _fields(plan, layer, part, tp_rank, within, blocks, within, also=also):
                 at, _ = elements.bytes()
                 found[elements.pool][at] = True
     return found

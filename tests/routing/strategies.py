@@ -202,7 +202,7 @@ def packed(draw: st.DrawFn, model: Model) -> Model:
     packing = draw(
         one_of(None, None, "cells", "head_groups", "planes", "tiled_planes", "transposed")
     )
-    scales = draw(one_of(None, "inline", "planes", "state_planes"))
+    scales = draw(one_of(None, None, "inline", "planes", "state_planes", "head_planes"))
 
     @cache
     def pack(spec: Spec) -> Spec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from itertools import product
+from itertools import permutations, product
 from typing import Any
 
 import numpy as np
@@ -159,6 +159,45 @@ def test_blocks_and_kernel_blocks_of_any_two_sizes(block: int, to: int, order: s
     dst = small_plan(DENSE, block_size=to, tp=2, **more)
     for tokens in ((0, 250), (77, 191)):
         assert_arrives(moving(src, dst, tokens))
+
+
+@pytest.mark.parametrize("order", ["LBNHC", "LBHNC", "BLNHC", "BHLNC"])
+def test_packs_beyond_the_number_of_layers(order: str) -> None:
+    delta = GatedDeltaNet(key_heads=4, value_heads=8, key_dim=16, value_dim=16, ssm_dtype="fp32")
+    attention = FullAttention(heads=2, head_dim=8)
+    model = stacked("m", *[delta, delta, attention] * 2)
+    packed = small_plan(model, layout=order, pack=5, tp=2)
+    assert packed.pack == 5
+    others = [small_plan(model, layout="BLHNC"), small_plan(model, layout="LBNHC", pack=2)]
+    others.append(small_plan(model, layout="BHLNC", pack=7, tp=2))
+    for other in others:
+        assert_arrives(moving(packed, other, 70))
+        assert_arrives(moving(other, packed, 70))
+
+
+NVFP4 = FullAttention(heads=4, head_dim=32, cache="nvfp4")
+
+
+@pytest.mark.parametrize(("src", "dst"), list(permutations(ORDERS, 2)))
+def test_nvfp4_arrives_between_any_two_orders(src: str, dst: str) -> None:
+    model = stacked("m", NVFP4, NVFP4)
+    for tps, blocks in (((1, 1), (16, 16)), ((2, 4), (32, 48)), ((4, 1), (16, 32))):
+        ends = [
+            small_plan(model, layout=order, tp=tp, block_size=block)
+            for order, tp, block in zip((src, dst), tps, blocks, strict=True)
+        ]
+        assert_arrives(moving(*ends, (5, 70)))
+
+
+def test_heads_of_nvfp4_are_one_run_per_block_in_bhlnc() -> None:
+    """The order that transfers want: K of a rank's heads in one run per block, and V in another."""
+    model = stacked("m", NVFP4, NVFP4, NVFP4)
+    src, dst = (small_plan(model, layout="BHLNC", tp=tp, block_size=16) for tp in (1, 2))
+    for rank in (0, 1):
+        ids: Any = {"source_blocks": [1, 3, 5], "destination_blocks": [2, 4, 1], "tokens": 48}
+        (copy,) = route(src, dst).bind(source_rank=0, destination_rank=rank, **ids).copies
+        two_heads = 2 * 3 * 16 * (16 + 2)  # in 3 layers: 16 states of data and scales
+        assert copy.length.tolist() == [two_heads] * 2 * 3
 
 
 @pytest.mark.parametrize("scales", ["inline", "planes", "state_planes"])

@@ -274,6 +274,26 @@ def test_every_element_of_recurrent_states() -> None:
         assert ssm(H=head, P=p, S=s) == start + ((head * 3 + p) * 5 + s) * 2
 
 
+@each(["LHBNC", "BHLNC", "LBHNC", "BLHNC"])
+def test_nvfp4_planes_of_each_head(order: str) -> None:
+    """Heads may be apart: each has its data, then its scales; K's heads, then V's."""
+    heads, states, widths = 3, 4, {"": 16, "_scale": 2}
+    spec = FullAttention(heads=heads, head_dim=32, cache="nvfp4", scales="head_planes")
+    page = spec.page(states)
+    pool = page.place(Layout(order), pages=2, blocks=2)
+    seen = set()
+    for side, (part, width), h, n, at, b in product(
+        "kv", widths.items(), range(heads), range(states), range(2), range(2)
+    ):
+        view = page.view(pool, f"{side}{part}")
+        head = pool(L=at, B=b, H=h + heads * (side == "v"), N=0, C=0)
+        row = head + (0 if part == "" else states * widths[""]) + n * width
+        found = [int(view(L=at, B=b, H=h, N=n, C=c)) for c in range(width)]
+        assert found == list(range(row, row + width)), (side, part)
+        seen |= set(found)
+    assert seen == set(range(2 * 2 * page.nbytes))
+
+
 def test_nvfp4_latent_scales_are_dealt_out_in_fours() -> None:
     page = LatentAttention(cache="nvfp4_ds_mla").page(2)
     scale = page.view(page.place("LBHNC", pages=1, blocks=1), "latent_scale")

@@ -275,6 +275,22 @@ class Field:
         """Whether the field has no content: its name starts with `pad`."""
         return self.name.startswith("pad")
 
+    def follows(self, other: Field) -> bool:
+        """Return whether the rows of this field directly follow the rows of `other`.
+
+        Both must have the same axes, and contiguous rows.
+
+        >>> cells, one = FieldAxis("N", 4, "C", 8), DType.of("uint8")
+        >>> scale = Field("scale", one, (cells, FieldAxis("C", 7, "C")))
+        >>> Field("pad", one, (cells, FieldAxis("C", 1, "C")), offset=7).follows(scale)
+        True
+        """
+        (*cells, row), (*others, before) = self.axes, other.axes
+        ends = ((row, self.dtype.item), (before, other.dtype.item))
+        contiguous = all(a.along == "C" and a.step == item for a, item in ends)
+        start = (other.head, other.offset + before.size * before.step)
+        return contiguous and cells == others and (self.head, self.offset) == start
+
     @property
     def shape(self) -> dict[str, int]:
         """Axis sizes in the whole model, not on one rank. N counts the states of one page.

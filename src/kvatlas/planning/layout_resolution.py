@@ -12,9 +12,11 @@ from collections import Counter
 from functools import lru_cache
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import ENGINE_LAYOUTS, Layout, Page
+from kvatlas.geometry import ENGINE_LAYOUTS, Layout
 from kvatlas.planning.backends import ANY_ORDER, Backend
 from kvatlas.planning.sized_layers import SizedLayer, page_of
+from kvatlas.specs import Spec
+from kvatlas.specs.scale_location import in_layout
 
 
 def supported_orders(
@@ -45,19 +47,24 @@ def viewable_orders(orders: tuple[str, ...], layers: list[SizedLayer]) -> tuple[
     """Return the layouts among `orders` in which K, V and all other fields can be strided views.
 
     >>> from kvatlas.planning import plan
-    >>> plan("Qwen3-8B", memory="60GiB", kv_dtype="nvfp4").accepted_layouts  # whole pages
-    ('LBNHC', 'LBHNC', 'BLNHC', 'BLHNC')
+    >>> plan("Llama-3.1-8B", memory="60GiB", backend="ROCM_ATTN").accepted_layouts
+    ('LHBNC', 'LBHNC')
     """
     kinds = {(layer.spec, layer.block, layer.tp) for layer in layers}
-    pages = {page_of(*kind) for kind in kinds}
-    # Ignore padding: it depends on the other pages in the pool.
-    flat = {page.padded(page.unpadded) for page in pages if not page.in_cells}
-    return tuple(order for order in orders if all(_can_view(page, order) for page in flat))
+    flat = [kind for kind in kinds if not page_of(*kind).in_cells]
+    return tuple(order for order in orders if all(_can_view(*kind, order) for kind in flat))
+
+
+def layers_in_layout(layers: list[SizedLayer], layout: Layout) -> list[SizedLayer]:
+    """Return the layers with their scales where the layout allows them (`in_layout`)."""
+    return [layer.with_spec(in_layout(layer.spec, layout)) for layer in layers]
 
 
 @lru_cache(maxsize=4096)
-def _can_view(page: Page, order: str) -> bool:
+def _can_view(spec: Spec, block: int, tp: int, order: str) -> bool:
     """Return whether every field of a page, such as K or V, can be a strided view in `order`."""
+    page = page_of(in_layout(spec, Layout(order)), block, tp)
+    page = page.padded(page.unpadded)  # Padding depends on the other pages in the pool.
     try:
         placed = page.place(order, pages=2, blocks=2)
         for field in page.fields:

@@ -41,7 +41,12 @@ from kvatlas.planning.block_size import (
 )
 from kvatlas.planning.capacity import LENGTHS, PROMISE, Capacity, Share, capacity_of, least_share
 from kvatlas.planning.grouping import GroupDraft, alike, by_tokens, dealt, group_layers
-from kvatlas.planning.layout_resolution import resolve_order, supported_orders, viewable_orders
+from kvatlas.planning.layout_resolution import (
+    layers_in_layout,
+    resolve_order,
+    supported_orders,
+    viewable_orders,
+)
 from kvatlas.planning.placing import (
     PlanDraft,
     PoolDraft,
@@ -68,12 +73,13 @@ def plan_atlas(request: PlanRequest) -> Plan:
     size = kernel_size(request)
     layers = size_layers(request, block=size.tokens)
     orders = viewable_orders(supported_orders(used_backends(request), EVERY_ORDER), layers)
-    states = [layer for layer in layers if layer.kind == "recurrent"]
-    attention = [layer for layer in layers if layer.kind != "recurrent"]
-    hybrid = bool(states and attention)
+    hybrid = {layer.kind == "recurrent" for layer in layers} == {True, False}
     layout = _layout(request, orders, layers, hybrid=hybrid)
+    unplaced, layers = layers, layers_in_layout(layers, layout)
     orders = tuple(order for order in orders if order in (*ANY_ORDER, layout.order))
     if hybrid:
+        states = [layer for layer in layers if layer.kind == "recurrent"]
+        attention = [layer for layer in layers if layer.kind != "recurrent"]
         return _plan_hybrid(Hybrid(request, attention, states, layout, orders, size))
     if request.pack not in ("auto", 1):
         raise AtlasError(
@@ -84,7 +90,7 @@ def plan_atlas(request: PlanRequest) -> Plan:
         )
     draft = PlanDraft(tuple(_pools(layers, layout)), size, orders)
     if request.layout is None:
-        theirs = Yardstick(request, layers)  # without states, vLLM has the same block size
+        theirs = Yardstick(request, unplaced)  # without states, vLLM has the same block size
         if theirs.draft and not theirs.share(draft).keeps_promise:
             draft = theirs.draft
     return make_plan(request, draft, policy="atlas")
@@ -220,6 +226,25 @@ class Hybrid:
         return uniform and not (striped and self.attention[0].page.heads > 1)
 
     @property
+    def most_packed(self) -> int:
+        """The largest useful pack: blocks cannot become smaller, and all layers are in a page.
+
+        It may exceed the number of attention layers; the rest of the page is then padding.
+        """
+        smallest = self.packed_step * self.token
+        return max(len(self.attention), ceil_div(self.largest_state, smallest))
+
+    @property
+    def packed_step(self) -> int:
+        """The block size of a pack is a multiple of this number of tokens."""
+        return kernel_multiple(self.request, self.request.block_size or DEFAULT_BLOCK)
+
+    @property
+    def largest_state(self) -> int:
+        """Bytes of the largest recurrent state of a layer on one rank."""
+        return max(layer.nbytes for layer in self.states)
+
+    @property
     def token(self) -> int:
         """Bytes per token of one attention layer on one rank."""
         return self.attention[0].page.unpadded // self.attention[0].block
@@ -230,14 +255,15 @@ class Hybrid:
 
 
 def _plan_hybrid(hybrid: Hybrid) -> Plan:
-    request, attention = hybrid.request, hybrid.attention
+    request = hybrid.request
     if request.pack != "auto":
-        if not hybrid.can_pack or not 1 <= request.pack <= len(attention):
+        if not hybrid.can_pack or not 1 <= request.pack <= hybrid.most_packed:
             raise AtlasError(
                 Code.BAD_PACK,
                 "The model or the layout does not support this pack",
-                got=f"pack={request.pack} for {len(attention)} attention layers in {hybrid.layout}",
-                hint=f"Omit pack=, or use 1..{len(attention)} for a model with one kind of "
+                got=f"pack={request.pack} for {len(hybrid.attention)} attention layers in "
+                f"{hybrid.layout}",
+                hint=f"Omit pack=, or use 1..{hybrid.most_packed} for a model with one kind of "
                 "attention and one kind of state, in a layout with contiguous pages or blocks",
             )
         return make_plan(request, _packed(hybrid, request.pack), policy="atlas")
@@ -310,8 +336,8 @@ def _shared_drafts(hybrid: Hybrid) -> Iterator[PlanDraft]:
 
 def _largest(hybrid: Hybrid) -> int:
     """Return the largest block size to try, in tokens: one attention page then holds a state."""
-    state = max(layer.nbytes for layer in hybrid.states)
-    return hybrid.search.step * ceil_div(state, hybrid.search.step * hybrid.token)
+    step = hybrid.search.step
+    return step * ceil_div(hybrid.largest_state, step * hybrid.token)
 
 
 def _vllms_own(hybrid: Hybrid) -> PlanDraft | None:
@@ -390,15 +416,17 @@ def _packs(hybrid: Hybrid) -> Iterator[PlanDraft]:
 
 def _packed(hybrid: Hybrid, pack: int) -> PlanDraft:
     """Return a draft whose pages hold either `pack` attention layers or one recurrent state."""
-    request, attention, states = hybrid.request, hybrid.attention, hybrid.states
-    step = kernel_multiple(request, request.block_size or DEFAULT_BLOCK)
-    state = max(layer.nbytes for layer in states)
-    block = step * ceil_div(state, step * hybrid.token * pack)
+    attention, states, step = hybrid.attention, hybrid.states, hybrid.packed_step
+    block = step * ceil_div(hybrid.largest_state, step * hybrid.token * pack)
     pages, page = ceil_div(len(attention), pack), pack * block * hybrid.token
     groups = ceil_div(len(states), pages)
+    held = f"{pack} of {len(attention)} attention layers"
+    if pack > len(attention):
+        spare = pack - len(attention)
+        held = f"all {len(attention)} attention layers, with padding for {spare} more,"
     reason = (
-        f"A page of {page:,} bytes holds either {pack} of {len(attention)} attention layers or "
-        f"one recurrent state of {states[0].nbytes:,} bytes; this gives blocks of {block} tokens. "
+        f"A page of {page:,} bytes holds either {held} or one recurrent "
+        f"state of {states[0].nbytes:,} bytes; this gives blocks of {block} tokens. "
         f"The {len(states)} recurrent layers form {groups} {_plural(groups, 'group')} of up to "
         f"{pages}, so one state of every layer takes {groups} {_plural(groups, 'block')}."
     )

@@ -10,7 +10,11 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Layout
 from kvatlas.planning.block_size import block_size
 from kvatlas.planning.grouping import GroupDraft, group_layers, promote
-from kvatlas.planning.layout_resolution import candidate_orders, resolve_order
+from kvatlas.planning.layout_resolution import (
+    candidate_orders,
+    layers_in_layout,
+    resolve_order,
+)
 from kvatlas.planning.placing import PlanDraft, PoolDraft, make_plan
 from kvatlas.planning.plans import Plan
 from kvatlas.planning.request import PlanRequest
@@ -40,6 +44,7 @@ def draft_vllm(
         layers = size_layers(request, block=size.tokens, state_padding=size.state_padding)
     orders = candidate_orders(layers)
     layout = resolve_order(orders, request.layout)
+    layers = layers_in_layout(layers, layout)
     if uniform:
         layers = promote(layers)
     groups = group_layers(layers, layout)

@@ -6,7 +6,7 @@ same `key` if they can share a block table and a region of memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from math import gcd
 from typing import Any, Literal
@@ -132,6 +132,12 @@ class SizedLayer:
             splits,
             part,
         )
+
+    def with_spec(self, spec: Spec) -> SizedLayer:
+        """Return the layer with another spec, whose page has the same size."""
+        if spec is self.spec:
+            return self
+        return replace(self, layer=msgspec.structs.replace(self.layer, spec=spec))
 
     @property
     def name(self) -> str:

@@ -78,9 +78,15 @@ class Compiler:
     """Compiles the strips (`StridedRuns`) between two plans, for one pair of ranks at a time."""
 
     def __init__(
-        self, source: PlanEnd, destination: PlanEnd, visibilities: Mapping[str, Visibility]
+        self,
+        source: PlanEnd,
+        destination: PlanEnd,
+        visibilities: Mapping[str, Visibility],
+        padding: Mapping[str, frozenset[str]] | None = None,
     ) -> None:
+        """`padding` names, for each layer, the fields with which padding is copied."""
         self.source, self.destination, self.visibilities = source, destination, visibilities
+        self._padding = padding or {}
         self._chosen: dict[int, dict[int, dict[str, list[NeededShard]]]] = {}
         self._held: dict[object, list[tuple[SourceShard, ShardRange]]] = {}
         """Ranges of a field that source ranks hold; the same for every destination rank."""
@@ -222,20 +228,34 @@ class Compiler:
     # -- bytes ------------------------------------------------------------------------
 
     def _strip(self, layer: str, needed: NeededShard) -> StridedRuns:
-        """Return the runs that copy a shard between two regions, from page 0 to page 0."""
-        chosen = needed.sources[0]
-        source = self.source.views(layer, self.source.parts[layer][chosen.part])[needed.field]
-        destination = self.destination.views(layer, self.destination.parts[layer][needed.part])[
-            needed.field
-        ]
-        axis = destination.field.sharding.axis
-        ends = source.placement, destination.placement
-        key = (*ends, axis, chosen.local, needed.local, needed.length)
+        """Return the runs that copy a shard between two regions, from page 0 to page 0.
+
+        They include padding after the field that would split the runs of consecutive states.
+        """
+        ends = (
+            (self.source, self.source.parts[layer][needed.sources[0].part]),
+            (self.destination, self.destination.parts[layer][needed.part]),
+        )
+        name = needed.field
+        runs = self._between([end.views(layer, part)[name] for end, part in ends], needed)
+        if name not in self._padding.get(layer, ()):
+            return runs
+        padding = self._between(
+            [end.padding_after(layer, part)[name] for end, part in ends], needed
+        )
+        (joined,) = merge_runs((runs, padding))
+        return joined
+
+    def _between(self, views: Sequence[FieldView], needed: NeededShard) -> StridedRuns:
+        """Return the runs between the source's and the destination's view of a shard."""
+        (source, destination), local = views, (needed.sources[0].local, needed.local)
+        axis, length = destination.field.sharding.axis, needed.length
+        key = (source.placement, destination.placement, axis, *local, length)
         if key not in self._runs:
-            here, there = tile_alike(*ends)
+            here, there = tile_alike(source.placement, destination.placement)
             if axis is not None:
-                here = here.narrow(axis, chosen.local, needed.length)
-                there = there.narrow(axis, needed.local, needed.length)
+                here = here.narrow(axis, local[0], length)
+                there = there.narrow(axis, local[1], length)
             self._runs[key] = StridedRuns.between(here, there)
         return self._runs[key]
 

@@ -8,8 +8,10 @@ holds.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -43,12 +45,16 @@ class FieldView(NamedTuple):
     cells: StateBlocks
 
 
+Views = dict[str, FieldView]
+"""Views of fields, by field name."""
+
+
 class PlanEnd:
     """A plan as the source or the destination of a route."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._views: dict[tuple[Spec, RegionForm], dict[str, FieldView]] = {}
+        self._views: dict[tuple[Spec, RegionForm], tuple[Views, Views]] = {}
 
     @cached_property
     def specs(self) -> dict[str, Spec]:
@@ -84,17 +90,28 @@ class PlanEnd:
         """Return the region that holds a part."""
         return self.plan.regions[part.region]
 
-    def views(self, layer: str, part: LayerPart) -> dict[str, FieldView]:
+    def views(self, layer: str, part: LayerPart) -> Views:
         """Return the fields of one part of a layer by name, without padding; cached."""
+        return self._all_views(layer, part)[0]
+
+    def padding_after(self, layer: str, part: LayerPart) -> Views:
+        """Return the padding that a page declares right after a field, by that field's name."""
+        return self._all_views(layer, part)[1]
+
+    def _all_views(self, layer: str, part: LayerPart) -> tuple[Views, Views]:
         key = (self.specs[layer], self.form(part))
         if key not in self._views:
             region = self.region(part)
             names = [layer.name for layer in region.layers]
             page = region.page(self.plan.tp, 0, names.index(layer))
             placed = self._placements[part.region].select("L", 0)
-            self._views[key] = {
-                f.name: _view(page, placed, f) for f in page.fields if not f.padding
+            fields = {f.name: _view(page, placed, f) for f in page.fields if not f.padding}
+            padding = {
+                before.name: _view(page, placed, after)
+                for before, after in pairwise(page.fields)
+                if after.padding and after.follows(before)
             }
+            self._views[key] = fields, padding
         return self._views[key]
 
     def ranges(self, sharding: Sharding, part: LayerPart, tp_rank: int) -> tuple[ShardRange, ...]:
@@ -137,3 +154,40 @@ def _view(page: Page, placed: Placement, field: Field) -> FieldView:
     states = view.size("N") if "N" in view.axes else 1
     split = view.size("k") if "k" in view.axes else 1
     return FieldView(field, view, StateBlocks(states, split))
+
+
+def padding_between(
+    source: PlanEnd, destination: PlanEnd, layers: Iterable[str]
+) -> dict[str, frozenset[str]]:
+    """Return, by layer, the fields after which both ends declare the same padding.
+
+    Copying this padding with the field is harmless: it is in the same page and the same cell.
+    """
+    alike: dict[object, frozenset[str]] = {}
+    found = {}
+    for layer in layers:
+        key = tuple(
+            (end.specs[layer], *map(end.form, end.parts[layer])) for end in (source, destination)
+        )
+        if key not in alike:
+            alike[key] = _padding_between(source, destination, layer)
+        if alike[key]:
+            found[layer] = alike[key]
+    return found
+
+
+def _padding_between(source: PlanEnd, destination: PlanEnd, layer: str) -> frozenset[str]:
+    first, *others = (
+        {name: _unplaced(view.field) for name, view in end.padding_after(layer, part).items()}
+        for end in (source, destination)
+        for part in end.parts[layer]
+    )
+    return frozenset(
+        name for name, padding in first.items() if all(o.get(name) == padding for o in others)
+    )
+
+
+def _unplaced(field: Field) -> object:
+    """Return what two ends must agree on before padding is copied between them."""
+    sizes = {axis: size for axis, size in field.shape.items() if axis != "N"}
+    return field.dtype, field.sharding, sizes

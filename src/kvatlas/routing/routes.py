@@ -32,7 +32,7 @@ from kvatlas.routing.conversion import Conversion, Scales, conversion_between
 from kvatlas.routing.converted_stream import ConvertedBox, ConvertedStream, ConvertingCompiler
 from kvatlas.routing.costs import Costs, Report, report
 from kvatlas.routing.element_casts import CastPairs, cast_grids, compile_casts
-from kvatlas.routing.plan_ends import PlanEnd
+from kvatlas.routing.plan_ends import PlanEnd, padding_between
 from kvatlas.routing.prepared import Base, PreparedRoute, RankMemory
 from kvatlas.routing.request import RequestEnds
 from kvatlas.routing.streams import Stream
@@ -95,6 +95,7 @@ class Route:
         convert: str | None = None,
         source_scales: Scales = None,
         destination_scales: Scales = None,
+        padding: bool = True,
     ) -> None:
         self.source, self.destination = checked_plan(source), checked_plan(destination)
         ends = PlanEnd(source), PlanEnd(destination)
@@ -109,8 +110,10 @@ class Route:
             scales = (source_scales, destination_scales)
             self.conversion = conversion_between(*ends, self.layers, convert, scales)
             self._converter = ConvertingCompiler(*ends, visibilities, self.conversion)
-        self._compiler = self._converter or Compiler(*ends, visibilities)
-        self._arrivals = Compiler(ends[1], ends[1], visibilities)
+        plain = padding and self._converter is None
+        joined = padding_between(*ends, self.layers) if plain else {}
+        self._compiler = self._converter or Compiler(*ends, visibilities, joined)
+        self._arrivals = Compiler(ends[1], ends[1], visibilities, joined)
         self._compiled: dict[tuple[object, ...], list[CompiledPair]] = {}
         self._converted: dict[_Chosen, list[ConvertedBox]] = {}
         self._casts: dict[_Chosen, CastPairs | None] = {}
@@ -243,6 +246,8 @@ class Route:
         layers: Iterable[str] | None = None,
     ) -> dict[int, tuple[Int64s, Int64s]]:
         """Return (starts, lengths) of all bytes that must arrive at a destination rank, by pool.
+
+        They include the padding that the route copies.
 
         The result depends only on the two plans, so a receiver can compare it with the bytes
         that arrived: a block is ready when all its bytes have arrived. A layer with a window
@@ -434,6 +439,7 @@ def route(
     convert: str | None = None,
     source_scales: Scales = None,
     destination_scales: Scales = None,
+    padding: bool = True,
 ) -> Route:
     """Compile the route from one plan to another; raise an error if they are incompatible.
 
@@ -441,6 +447,10 @@ def route(
     the route to the named layers. `convert` names the conversions between different formats, for
     example "fp8->bf16". To convert from fp8 or nvfp4, pass the source's per-tensor scales as
     `source_scales`; to convert to fp8 or nvfp4, pass the destination's as `destination_scales`.
+
+    Some formats pad each row. If both plans declare the same padding after a field, it is copied
+    with the field, because skipping it would split a run for every state. All byte counts include
+    this padding. Pass `padding=False` to skip it, for example to store only defined bytes.
     """
     return Route(
         source,
@@ -449,4 +459,5 @@ def route(
         convert=convert,
         source_scales=source_scales,
         destination_scales=destination_scales,
+        padding=padding,
     )

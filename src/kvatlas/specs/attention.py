@@ -24,12 +24,12 @@ from typing import Literal
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Field, FieldAxis, Page, Shard, Sharding
-from kvatlas.geometry.packing import flat_field, in_cells, in_planes, row_bytes
+from kvatlas.geometry.packing import ElementRow, flat_field, in_cells, in_planes, row_bytes
 from kvatlas.specs.base import Spec, bad_spec, check, plain_dtype
 from kvatlas.specs.cell_content import Sides, sides
 
 Packing = Literal["cells", "head_groups", "planes", "tiled_planes", "transposed"]
-Scales = Literal["inline", "planes", "state_planes"]
+Scales = Literal["inline", "planes", "state_planes", "head_planes"]
 
 _TILE_BYTES = 16
 
@@ -49,7 +49,9 @@ class Attention(Spec, frozen=True, kw_only=True):
     """Location of the scales, for packing `head_groups`: in each cell (`inline`), or in a plane
     after all data of K and another after all data of V. The rows of a plane are ordered (H, N)
     with `planes` and (N, H) with `state_planes`; FlashInfer expects these for head-major and
-    for state-major pages. None selects `planes` for nvfp4, otherwise `inline`."""
+    for state-major pages. With `head_planes`, each head has its data, then its scales, so that
+    heads may be apart. None selects `planes` for nvfp4, otherwise `inline`; `plan()` selects the
+    location that its layout allows (`in_layout`)."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -138,6 +140,9 @@ class Attention(Spec, frozen=True, kw_only=True):
         if self.scales_as == "inline":
             cells = _cells(heads, states)
             return in_cells(both.k, cells, shard) + in_cells(both.v, cells, shard, head=heads)
+        if self.scales_as == "head_planes":
+            k = _planes_of_heads(both.k, heads, states, shard)
+            return k + _planes_of_heads(both.v, heads, states, shard, head=heads)
         rows = [("H", heads), ("N", states)]
         if self.scales_as == "state_planes":
             rows.reverse()
@@ -199,6 +204,21 @@ class EncoderOnlyAttention(Attention, frozen=True, kw_only=True, tag="encoder_on
 
 def _cells(heads: int, states: int) -> tuple[FieldAxis, FieldAxis]:
     return FieldAxis("H", heads, "H"), FieldAxis("N", states, "N")
+
+
+def _planes_of_heads(
+    parts: list[ElementRow], heads: int, states: int, shard: Shard, *, head: int = 0
+) -> list[Field]:
+    """Return one field per part; each head, from head `head` on, has one plane after another."""
+    fields, offset = [], 0
+    for part in parts:
+        rows = [("N", states), ("C", part.items)]
+        cells = (FieldAxis("H", heads, "H"),)
+        fields.append(
+            flat_field(part.name, part.dtype, rows, shard, cells=cells, head=head, offset=offset)
+        )
+        offset += part.nbytes * states
+    return fields
 
 
 def _transposed(both: Sides, heads: int, states: int, shard: Shard) -> list[Field]:

@@ -122,14 +122,14 @@ def _between(source: Plan, destination: Plan, convert: Converting | None) -> Rou
     alike = fingerprint(source) == fingerprint(destination)
     # If the formats match and no source scales are given, there is nothing to convert or check.
     if convert is None or (alike and convert.source_scales is None):
-        return route(source, destination)
-    about: dict[str, Any] = {}
+        return route(source, destination, padding=False)
+    about: dict[str, Any] = {"padding": False}
     if not alike:
         scales = {
             "source_scales": convert.source_scales,
             "destination_scales": convert.destination_scales,
         }
-        about = {"convert": convert.name, **scales}
+        about |= {"convert": convert.name, **scales}
     made = route(
         source, destination, **about
     )  # first: its errors for unlike models are more specific

@@ -53,7 +53,8 @@ class Ingest:
     def __init__(self, source: Plan, tier: Plan) -> None:
         self.number = next(_numbers)
         self.spans = TierSpans(tier, source)
-        self.route = route(source, with_room(tier))
+        # Rows have only defined bytes, so that they do not depend on who wrote them.
+        self.route = route(source, with_room(tier), padding=False)
         self.block_bytes = {pool.index: pool.block_bytes for pool in tier.pools}
         self.pool_of = [group.pool for group in tier.groups]
         self._known: dict[tuple[int, Shape], Delivery] = {}

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
+from kvatlas.geometry import Layout
 from kvatlas.kernels.triton import schedule, split_of
 from kvatlas.kernels.triton.attention import launch
 from kvatlas.specs import (
@@ -21,6 +22,7 @@ from kvatlas.specs import (
     SlidingAttention,
     SlidingLatentAttention,
 )
+from kvatlas.specs.scale_location import in_layout
 from tests.kernels.triton.cases import (
     ORDERS,
     Pool,
@@ -162,6 +164,16 @@ def test_unlike_rows_are_turned_by_themselves() -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_rows_are_written_in_every_order(order: str) -> None:
     check_write(FullAttention(heads=2, head_dim=24, v_dim=8), order, "cpu", exact=True)
+
+
+NVFP4 = FullAttention(heads=2, head_dim=128, cache="nvfp4")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_nvfp4_is_written_and_attended_in_every_order(order: str) -> None:
+    spec = in_layout(NVFP4, Layout(order))
+    check_write(spec, order, "cpu", exact=False)
+    check_attend(spec, order, "cpu", lengths=[37], queries=[4], **SMALL)
 
 
 def test_tiled_and_transposed_keys_are_written() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -21,10 +21,11 @@ from kvatlas.engines.vllm.layer_specs import (
     seen_by_group,
 )
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Placement
+from kvatlas.geometry import Layout, Placement
 from kvatlas.models import Layer, Model
 from kvatlas.planning import Plan, foreign
-from kvatlas.specs import Visibility
+from kvatlas.specs import AnySpec, Visibility
+from kvatlas.specs.scale_location import in_layout
 
 _STATE_MODES = ("none", "align")
 
@@ -97,10 +98,10 @@ def describe_stage(
         for name in group.layer_names
     }
     told = _own_windows(kv_cache_config) | dict(seen or {})
-    kept = {
-        name: layer_spec(name, spec, model, (backends or {}).get(name), told.get(name))
-        for name, (_, spec) in specs.items()
-    }
+    layout, kept = Layout(str(kv_cache_config.kv_cache_layout)), {}
+    for name, (_, spec) in specs.items():
+        own = layer_spec(name, spec, model, (backends or {}).get(name), told.get(name))
+        kept[name] = cast("AnySpec", in_layout(own, layout))
     for name, (_, spec) in specs.items():
         check_windows(name, spec, kept[name].visibility)
     placed = dict(_placed_layers(kv_cache_config, kernel_blocks or {}))
