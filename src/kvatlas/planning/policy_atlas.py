@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
+from math import lcm
 
 import msgspec
 
@@ -35,6 +36,7 @@ from kvatlas.planning.backends import ANY_ORDER, EVERY_ORDER, smallest_common_bl
 from kvatlas.planning.block_size import (
     DEFAULT_BLOCK,
     BlockSize,
+    checkpoint_multiple,
     kernel_multiple,
     kernel_size,
     used_backends,
@@ -209,6 +211,7 @@ class Hybrid:
         """The search for blocks that attention and states can share."""
         request = self.request
         step = request.block_size or smallest_common_block(used_backends(request), DEFAULT_BLOCK)
+        step = lcm(step, checkpoint_multiple(request))
         layers, theirs = [*self.attention, *self.states], self.theirs.draft
         return SharedBlockSearch(request, layers, step=step, theirs=theirs)
 
@@ -392,6 +395,7 @@ def _packed(hybrid: Hybrid, pack: int) -> PlanDraft:
     """Return a draft whose pages hold either `pack` attention layers or one recurrent state."""
     request, attention, states = hybrid.request, hybrid.attention, hybrid.states
     step = kernel_multiple(request, request.block_size or DEFAULT_BLOCK)
+    step = lcm(step, checkpoint_multiple(request))
     state = max(layer.nbytes for layer in states)
     block = step * ceil_div(state, step * hybrid.token * pack)
     pages, page = ceil_div(len(attention), pack), pack * block * hybrid.token

@@ -1,0 +1,35 @@
+"""The rules of vLLM 0.31, checked against `tests/planning/vllm_answers.json`."""
+
+from kvatlas.planning.engine_rules.chips import BLACKWELL, CONSUMER_BLACKWELL, HOPPER
+from kvatlas.planning.engine_rules.rule_types import BackendChoice, EngineRules, PrefillCheckpoint
+
+FLASHKDA = PrefillCheckpoint(
+    kernel="FlashKDA",
+    states="kimi_delta",
+    chips=(*HOPPER, *BLACKWELL, *CONSUMER_BLACKWELL),
+    architectures=("KimiK3",),  # the kernel requires a bounded gate, which Kimi-Linear lacks
+    key_dim=128,
+)
+BACKENDS = (
+    BackendChoice(
+        chips=BLACKWELL,
+        instead_of=("FLASH_ATTN", "FLASHINFER"),
+        backend="FLASHINFER_SM100",
+        head_dims=(64, 128, 256),
+    ),
+    BackendChoice(
+        chips=BLACKWELL, instead_of=("FLASH_ATTN_MLA", "FLASHMLA"), backend="FLASHINFER_MLA"
+    ),
+    BackendChoice(
+        chips=("sm80", "sm86", "sm89", *CONSUMER_BLACKWELL),
+        instead_of=("FLASH_ATTN_MLA", "FLASHMLA"),
+        backend="TRITON_MLA",
+    ),
+)
+RULES = EngineRules(
+    version="0.31",
+    checkpoints=(FLASHKDA,),
+    backends=BACKENDS,
+    multiple_of_all_backends=False,
+    whole_kernel_blocks=False,
+)
