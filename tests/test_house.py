@@ -109,7 +109,8 @@ INTERNAL: dict[str, str] = {
         copying.cuda_driver copying.device_marks copying.memory_copy
     """,
     "cli": """
-        geometry.byte_sizes geometry.integers planning.backends planning.fitting
+        geometry.byte_sizes geometry.integers planning.backends planning.engine_rules
+        planning.fitting
         planning.plan_data planning.planner planning.plans planning.request
         planning.sized_layers pool.simulation.prefill_cost tier.store_inspection copying.run_bounds
         wire.sample_server

@@ -50,7 +50,9 @@ def rule_reasons(request: PlanRequest) -> Iterator[str]:
 
 def chip_warnings(request: PlanRequest) -> Iterator[str]:
     """Yield a warning if no chip was named and the plan of vLLM depends on the chip."""
-    if request.chip is not None or request.policy == "atlas" or not request.prefix_caching:
+    if request.chip is not None or request.policy.startswith("atlas"):
+        return
+    if not request.prefix_caching:
         return
     differs = [
         chip

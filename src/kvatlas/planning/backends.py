@@ -159,7 +159,7 @@ def backends_of(
     for layer in model.layers:
         default = _default(layer.spec, sparse=layer.index in indexed)
         head_dim = getattr(layer.spec, "head_dim", None)
-        backend = BACKENDS.get(rules.backend(default, chip, head_dim))
+        backend = BACKENDS.get(rules.backend(default, chip, model, head_dim))
         if named and backend and named.family == backend.family:
             backend = named
         if backend and not rules.whole_kernel_blocks:

@@ -22,8 +22,8 @@ from kvatlas.geometry import (
 )
 from kvatlas.geometry.byte_sizes import size
 from kvatlas.geometry.integers import ceil_div, round_up
-from kvatlas.planning.backends import Backend
 from kvatlas.planning.applied_rules import chip_warnings, rule_reasons
+from kvatlas.planning.backends import Backend
 from kvatlas.planning.block_size import BlockSize
 from kvatlas.planning.grouping import GroupDraft
 from kvatlas.planning.plan_parts import Group, Pool, Region

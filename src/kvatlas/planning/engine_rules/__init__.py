@@ -26,9 +26,7 @@ __all__ = [
     "split_policy",
 ]
 
-RELEASES = {
-    module.RULES.version: module.RULES for module in (vllm_0_31, vllm_0_32, vllm_0_33)
-}
+RELEASES = {module.RULES.version: module.RULES for module in (vllm_0_31, vllm_0_32, vllm_0_33)}
 """The rules of each known release of vLLM, the oldest first."""
 NEWEST = next(reversed(RELEASES.values()))
 
@@ -47,7 +45,7 @@ def split_policy(policy: str) -> tuple[str, EngineRules]:
         return name, NEWEST
     # 0.32.0 and 0.32.1 have the rules of 0.32.
     rules = RELEASES.get(".".join(version.split(".")[:2]))
-    if rules is None or not version.replace(".", "").isalnum():
+    if rules is None or not version.replace(".", "").isdigit():
         hint = f"Use one of {', '.join(f'{name}@{known}' for known in RELEASES)}"
         problem = "The rules of this release of vLLM are not known"
         raise AtlasError(Code.UNKNOWN_POLICY, problem, got=repr(policy), hint=hint)

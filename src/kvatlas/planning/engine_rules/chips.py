@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from kvatlas.errors import AtlasError, Code
 
+AMPERE = ("sm80", "sm86", "sm89")
+"""Ampere and Ada."""
 HOPPER = ("sm90",)
 BLACKWELL = ("sm100", "sm103")
 CONSUMER_BLACKWELL = ("sm120", "sm121")
-CHIPS = ("sm80", "sm86", "sm89", *HOPPER, *BLACKWELL, *CONSUMER_BLACKWELL)
+CHIPS = (*AMPERE, *HOPPER, *BLACKWELL, *CONSUMER_BLACKWELL)
 """CUDA compute capabilities for which the tables have rules."""
 
 _BY_GPU = {

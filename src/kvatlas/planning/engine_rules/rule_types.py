@@ -50,6 +50,16 @@ class BackendChoice(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     head_dims: tuple[int, ...] = ()
     """Head sizes that the backend supports; empty for all."""
+    architectures: tuple[str, ...] = ()
+    """Architectures whose names start with one of these words; empty for all."""
+
+    def fits(self, name: str, chip: str | None, model: Model, head_dim: int | None) -> bool:
+        """Return whether the backend replaces the backend `name` in a layer of a model."""
+        if chip not in self.chips or name not in self.instead_of:
+            return False
+        if self.head_dims and head_dim not in self.head_dims:
+            return False
+        return not self.architectures or model.architecture.startswith(self.architectures)
 
 
 class EngineRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,11 +79,8 @@ class EngineRules(msgspec.Struct, frozen=True, kw_only=True):
         found = (rule for rule in self.checkpoints if rule.on(chip) and rule.fits(model, spec))
         return next(found, None)
 
-    def backend(self, name: str, chip: str | None, head_dim: int | None) -> str:
+    def backend(self, name: str, chip: str | None, model: Model, head_dim: int | None) -> str:
         """Return the backend that the engine selects on a chip; `name` is its choice on Hopper."""
-        for choice in self.backends:
-            if chip in choice.chips and name in choice.instead_of:
-                if choice.head_dims and head_dim not in choice.head_dims:
-                    continue
-                return choice.backend
-        return name
+        found = (one for one in self.backends if one.fits(name, chip, model, head_dim))
+        choice = next(found, None)
+        return choice.backend if choice else name

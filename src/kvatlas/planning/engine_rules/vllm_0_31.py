@@ -1,6 +1,6 @@
 """The rules of vLLM 0.31, checked against `tests/planning/vllm_answers.json`."""
 
-from kvatlas.planning.engine_rules.chips import BLACKWELL, CONSUMER_BLACKWELL, HOPPER
+from kvatlas.planning.engine_rules.chips import AMPERE, BLACKWELL, CONSUMER_BLACKWELL, HOPPER
 from kvatlas.planning.engine_rules.rule_types import BackendChoice, EngineRules, PrefillCheckpoint
 
 FLASHKDA = PrefillCheckpoint(
@@ -15,15 +15,21 @@ BACKENDS = (
         chips=BLACKWELL,
         instead_of=("FLASH_ATTN", "FLASHINFER"),
         backend="FLASHINFER_SM100",
-        head_dims=(64, 128, 256),
+        head_dims=(64, 128, 256, 512),
     ),
     BackendChoice(
         chips=BLACKWELL, instead_of=("FLASH_ATTN_MLA", "FLASHMLA"), backend="FLASHINFER_MLA"
     ),
     BackendChoice(
-        chips=("sm80", "sm86", "sm89", *CONSUMER_BLACKWELL),
+        chips=(*AMPERE, *CONSUMER_BLACKWELL),
         instead_of=("FLASH_ATTN_MLA", "FLASHMLA"),
         backend="TRITON_MLA",
+    ),
+    BackendChoice(  # FlashAttention 2 has no sinks
+        chips=AMPERE,
+        instead_of=("FLASH_ATTN",),
+        backend="TRITON_ATTN",
+        architectures=("GptOss",),
     ),
 )
 RULES = EngineRules(
