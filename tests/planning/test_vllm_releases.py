@@ -1,4 +1,4 @@
-"""Policies `vllm@...` against the recorded answers of three releases of vLLM on three chips.
+"""Policies `vllm@...` against the recorded answers of releases of vLLM on three chips.
 
 `tools/record_vllm.py` recorded `vllm_answers.json` with vLLM's own planner. An entry has the chips
 on which it holds, and a list: block size, blocks, bytes per block, layout, backends, groups

@@ -64,8 +64,6 @@ class Backend(msgspec.Struct, frozen=True):
     """Supported cache dtypes; None if the backend supports all that the specs allow."""
     whole_rows: bool = False
     """Whether the block stride must be a multiple of the row size, because kernels index rows."""
-    whole_blocks: bool = True
-    """Whether the block stride must be a multiple of a kernel block, if `multiples` is false."""
     packing: Packing | None = None
     """The packing of K and V in a page; None for the default of the cache dtype."""
 
@@ -162,10 +160,8 @@ def backends_of(
         backend = BACKENDS.get(rules.backend(default, chip, model, head_dim))
         if named and backend and named.family == backend.family:
             backend = named
-        if backend and not rules.whole_kernel_blocks:
-            backend = msgspec.structs.replace(backend, whole_blocks=False)
         backends[layer.name] = backend
-    if named and named.name not in {used.name for used in backends.values() if used}:
+    if named and named not in backends.values():
         used = ", ".join(sorted({b.name for b in backends.values() if b}))
         raise AtlasError(
             Code.UNKNOWN_BACKEND,

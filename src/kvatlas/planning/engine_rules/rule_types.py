@@ -68,11 +68,6 @@ class EngineRules(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     checkpoints: tuple[PrefillCheckpoint, ...]
     backends: tuple[BackendChoice, ...] = ()
-    multiple_of_all_backends: bool = True
-    """Whether a hybrid's block is a multiple of the smallest kernel block of every backend. If
-    false, only the first backend counts."""
-    whole_kernel_blocks: bool = True
-    """Whether block strides are multiples of a kernel block where a backend reads fixed sizes."""
 
     def checkpoint(self, model: Model, spec: Spec, chip: str | None) -> PrefillCheckpoint | None:
         """Return the rule that applies to the states of a spec on a chip; None if none applies."""

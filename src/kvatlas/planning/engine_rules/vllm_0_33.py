@@ -2,8 +2,7 @@
 
 from kvatlas.planning.engine_rules.chips import BLACKWELL, CONSUMER_BLACKWELL, HOPPER
 from kvatlas.planning.engine_rules.rule_types import EngineRules, PrefillCheckpoint
-from kvatlas.planning.engine_rules.vllm_0_31 import BACKENDS, FLASHKDA
-from kvatlas.planning.engine_rules.vllm_0_32 import MAMBA2
+from kvatlas.planning.engine_rules.vllm_0_32 import BACKENDS, FLASHKDA, MAMBA2
 
 _QWEN = ("Qwen3Next", "Qwen3_5")
 FLASHINFER_GDN = (
