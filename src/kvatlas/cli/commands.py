@@ -16,6 +16,7 @@ from rich.text import Text
 from kvatlas.cli.app import Json, answer, app, command
 from kvatlas.cli.catalogue_commands import hybrids, layouts, models
 from kvatlas.cli.compare import AXES, axes_of, compared_plans, compared_title
+from kvatlas.cli.explain_compare import plan_differences
 from kvatlas.cli.failures import REFUSED, no_traceback, plain, report
 from kvatlas.cli.fit import fit_models, fit_parts, plan_on
 from kvatlas.cli.options import (
@@ -26,6 +27,7 @@ from kvatlas.cli.options import (
     takes_plan_options,
 )
 from kvatlas.cli.record_events import events
+from kvatlas.cli.releases import releases
 from kvatlas.cli.simulate import simulate
 from kvatlas.cli.tables import (
     COMPARISON_LEGEND,
@@ -179,10 +181,30 @@ def _save(path: Path, content: bytes) -> None:
         ) from None
 
 
-@command("explain Qwen3.5-397B-A17B --tp 2 --policy vllm", "explain Nemotron-H-8B --memory 20GiB")
+@command(
+    "explain Qwen3.5-397B-A17B --tp 2 --policy vllm",
+    "explain Nemotron-H-8B --memory 20GiB",
+    "explain Qwen3.5-397B-A17B --tp 2 --chip sm90 --compare policy=vllm@0.32,vllm@0.33",
+)
 @takes_plan_options
-def explain(options: PlanOptions, as_json: Json = False) -> None:
+def explain(
+    options: PlanOptions,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            help="Compare the plans with these values of one option, such as "
+            "policy=vllm@0.32,vllm@0.33, and print the sentences in which they differ.",
+            autocompletion=completer(*AXES),
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Explain a plan: the reasons for its block size and its padding."""
+    if compare:
+        differences = plan_differences(options, compare)
+        answer(as_json, differences.facts, *differences.parts())
+        return
     planned = plan_on(options)
     lines = planned.plan.explain().splitlines()
     facts = {**planned.facts(), "explain": [line.strip() for line in lines]}
@@ -280,5 +302,6 @@ command(
 )(events)
 command("models", "models gpt-oss-20b", "models ./config.json --json")(models)
 command("layouts", "layouts --json")(layouts)
+command("releases 0.32 0.33", "releases 0.32 0.33 --chip sm100 --tp 8 --json")(releases)
 command("hybrids > docs/reference/data/hybrids.md")(hybrids)
 app.add_typer(tier_app)

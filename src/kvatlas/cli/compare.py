@@ -21,7 +21,7 @@ AXES = {
     axis: axis.replace("-", "_")
     for axis in (
         "policy", "kv-dtype", "tp", "dcp", "dp", "pp", "pack", "memory", "max-len", "layout",
-        "backend", "block-size", "states",
+        "backend", "block-size", "states", "chip",
     )
 }  # fmt: skip
 """Options that can be compared: their names on the command line and in `plan()`."""
@@ -39,6 +39,7 @@ _USUAL = {
     "layout": tuple(layout.order for layout in ENGINE_LAYOUTS),
     "block-size": ("16", "32", "64", "128", "256"),
     "states": ("shared", "apart"),
+    "chip": ("sm80", "sm90", "sm100"),
 }
 """Values to compare if none are given."""
 _DENSE = (

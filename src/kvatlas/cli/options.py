@@ -20,10 +20,12 @@ from kvatlas.geometry import ENGINE_LAYOUTS
 from kvatlas.geometry.integers import positive
 from kvatlas.models import GPUS, Model, catalogue, find_gpus
 from kvatlas.planning import BACKENDS, Fit, Fitting, Plan, Policy, plan
+from kvatlas.planning.engine_rules import CHIPS, RELEASES
 from kvatlas.planning.fitting import given_topology
 from kvatlas.specs import ATTENTION_CACHES, LATENT_CACHES
 
 POLICIES: tuple[str, ...] = get_args(Policy)
+VERSIONED = tuple(f"vllm@{release}" for release in RELEASES)
 CACHES = tuple(dict.fromkeys((*ATTENTION_CACHES, *LATENT_CACHES)))
 
 DEFAULT_MEMORY = "80GiB"
@@ -99,6 +101,10 @@ _IN_FLIGHT = (
     "Tokens of a prefilling request that are scheduled but not computed yet. "
     "[dim]By default 8192 per batch in flight: 16384 with one pipeline stage.[/]"
 )
+_CHIP = (
+    "CUDA chip on which vLLM selects its kernels: sm80, sm90, sm100, ... [dim]By default that of "
+    "--gpu, else only rules that hold on every chip apply.[/]"
+)
 _REQUESTS = "Store recurrent states in a separate pool for this many requests."
 _STATES = (
     "Where to store recurrent states: shared (in the pool of attention), apart (in a separate "
@@ -156,11 +162,14 @@ class PlanOptions:
     policy: Annotated[
         str,
         _option(
-            "How to plan: atlas (small blocks), vllm (vLLM's exact plan) or uniform (one group).",
+            "How to plan: atlas (small blocks), vllm (the exact plan of the newest known release), "
+            "vllm@0.32 (of this release) or uniform (one group).",
             _CACHE,
             *POLICIES,
+            *VERSIONED,
         ),
     ] = "atlas"
+    chip: Annotated[str | None, _option(_CHIP, _CACHE, *CHIPS)] = None
     pack: Annotated[
         str,
         _option(

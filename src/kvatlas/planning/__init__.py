@@ -1,7 +1,7 @@
 """Plans: where every byte of a model's caches is stored.
 
 `plan()` takes a model, memory, a topology and a policy: `atlas` (the default), `vllm`
-(the plan of vLLM 0.32, byte for byte) or `uniform` (vLLM without its hybrid manager).
+(the plan of a release of vLLM, byte for byte) or `uniform` (vLLM without its hybrid manager).
 It returns a `Plan`, which is pure data.
 """
 

@@ -1,7 +1,8 @@
 """Attention backends as data: the block sizes, layouts and cache dtypes that each supports.
 
 Planning never calls a backend; it only needs to know what the backend accepts. The
-defaults are the backends that vLLM selects on a Hopper GPU. The option `backend=` selects
+defaults are the backends that vLLM selects on a Hopper GPU; `engine_rules` has those of other
+chips. The option `backend=` selects
 another one for all layers whose default backend has the same `family`.
 
 A backend supports every block size that is a multiple of one of its `sizes`. Its kernels read
@@ -19,6 +20,7 @@ import msgspec
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import Model
+from kvatlas.planning.engine_rules import NEWEST, EngineRules
 from kvatlas.specs import (
     Attention,
     CompressorState,
@@ -125,11 +127,22 @@ BACKENDS: dict[str, Backend] = {
 """All known backends by name."""
 
 
-def backends_of(model: Model, chosen: str | None = None) -> dict[str, Backend | None]:
+def backends_of(
+    model: Model,
+    chosen: str | None = None,
+    *,
+    rules: EngineRules = NEWEST,
+    chip: str | None = None,
+) -> dict[str, Backend | None]:
     """Return the backend of each layer, by layer name; None for recurrent layers.
 
     The backend named `chosen` replaces vLLM's default in all layers whose default has the same
-    `family`; the other layers keep their defaults.
+    `family`; the other layers keep their defaults. `rules` and `chip` select the defaults; without
+    a chip they are those on Hopper.
+
+    >>> model = Model.load("Llama-3.1-8B")
+    >>> {used.name for used in backends_of(model, chip="sm100").values() if used}
+    {'FLASHINFER_SM100'}
     """
     named = BACKENDS.get(str(chosen).upper())
     if chosen is not None and named is None:
@@ -142,7 +155,9 @@ def backends_of(model: Model, chosen: str | None = None) -> dict[str, Backend | 
     indexed = {layer.index for layer in model.layers if isinstance(layer.spec, Indexer)}
     backends: dict[str, Backend | None] = {}
     for layer in model.layers:
-        backend = BACKENDS.get(_default(layer.spec, sparse=layer.index in indexed))
+        default = _default(layer.spec, sparse=layer.index in indexed)
+        head_dim = getattr(layer.spec, "head_dim", None)
+        backend = BACKENDS.get(rules.backend(default, chip, model, head_dim))
         if named and backend and named.family == backend.family:
             backend = named
         backends[layer.name] = backend

@@ -75,7 +75,7 @@ def block_size(request: PlanRequest) -> BlockSize:
     token = token_bytes(request.model, request.tp) if state else 0
     if not token:
         return plain
-    step = kernel_multiple(request, block)
+    step = lcm(kernel_multiple(request, block), checkpoint_multiple(request))
     least = lcm(*(min(backend.sizes) for backend in used_backends(request)))
     inflated = round_up(step * ceil_div(state, step * token), least)
     if inflated > block:
@@ -98,6 +98,11 @@ def kernel_multiple(request: PlanRequest, block: int) -> int:
     if any(isinstance(layer.spec, LatentAttention) for layer in request.model.layers):
         sizes.append(_LATENT_MULTIPLE)
     return max([block, *sizes])
+
+
+def checkpoint_multiple(request: PlanRequest) -> int:
+    """Return a number of tokens; prefill kernels save states at multiples of it."""
+    return lcm(*(rule.alignment for rule in request.checkpoints.values()))
 
 
 def state_bytes(model: Model, tp: int) -> int:

@@ -18,6 +18,7 @@ import msgspec
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import positive
 from kvatlas.models import OVERHEAD, Gpu, Model, Weights, find_gpus, memory_for_cache
+from kvatlas.planning.engine_rules import chip_of
 from kvatlas.planning.plan_data import DECODING
 from kvatlas.planning.planner import plan
 from kvatlas.planning.plans import Plan
@@ -145,6 +146,8 @@ class Fitting:
             self.model = self.model.with_cache(kv_dtype)
         self.gpu, self.utilization, self.options = gpu, utilization, options
         self.overhead = quantity(overhead, "the overhead")
+        if options.get("chip") is None:
+            options["chip"] = chip_of(gpu.name)
 
     def on(self, topology: Topology) -> Fit:
         """Return the fit in one topology; if the model does not fit, `refusal` is the error."""

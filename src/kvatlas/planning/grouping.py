@@ -1,4 +1,4 @@
-"""Group layers that share a block table, by the rules of vLLM 0.32.
+"""Group layers that share a block table, by the rules of vLLM.
 
 Groups overlay each other in one pool, so their pages must fit together. The first rule that
 applies is used:

@@ -22,6 +22,7 @@ from kvatlas.geometry import (
 )
 from kvatlas.geometry.byte_sizes import size
 from kvatlas.geometry.integers import ceil_div, round_up
+from kvatlas.planning.applied_rules import chip_warnings, rule_reasons
 from kvatlas.planning.backends import Backend
 from kvatlas.planning.block_size import BlockSize
 from kvatlas.planning.grouping import GroupDraft
@@ -182,8 +183,8 @@ def make_plan(request: PlanRequest, draft: PlanDraft, *, policy: str) -> Plan:
         accepted_layouts=draft.orders,
         pack=max(pool.pack for pool in drafts),
         prefix_caching=request.prefix_caching,
-        reasons=draft.size.reasons,
-        warnings=tuple(dict.fromkeys(warnings)),
+        reasons=(*draft.size.reasons, *rule_reasons(request)),
+        warnings=tuple(dict.fromkeys([*warnings, *chip_warnings(request)])),
     )
 
 

@@ -11,7 +11,9 @@ import msgspec
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import integer, natural, positive
 from kvatlas.models import Model
+from kvatlas.planning.applied_rules import applied_checkpoints
 from kvatlas.planning.backends import EVERY_ORDER, backends_of, packed_for
+from kvatlas.planning.engine_rules import NEWEST, checked_chip, split_policy
 from kvatlas.planning.plans import Plan
 from kvatlas.planning.policy_atlas import plan_atlas
 from kvatlas.planning.policy_vllm import plan_uniform, plan_vllm
@@ -35,7 +37,8 @@ def plan(
     backend: str | None = None,
     block_size: int | None = None,
     kv_dtype: str | None = None,
-    policy: Policy = "atlas",
+    policy: str = "atlas",
+    chip: str | None = None,
     pack: int | Literal["auto"] = "auto",
     max_len: int | str | None = None,
     in_flight: int | None = None,
@@ -47,8 +50,10 @@ def plan(
 
     - `model`: a `Model`, or anything that `Model.load` takes.
     - `layout`, `backend`, `block_size`, `kv_dtype`: replace the defaults for the model and policy.
-    - `policy`: `"atlas"`, `"vllm"` (the plan of vLLM) or `"uniform"` (vLLM without its hybrid
-      manager).
+    - `policy`: `"atlas"`, `"vllm"` (the plan of the newest known release of vLLM), `"vllm@0.32"`
+      (of this release) or `"uniform"` (vLLM without its hybrid manager).
+    - `chip`: the CUDA chip, such as `"sm90"`, on which vLLM selects its kernels. By default, only
+      rules that hold on every chip apply.
     - `pack`: the number of attention layers in a page of a hybrid, under policy atlas.
     - `max_len`: the length of the longest request, in tokens.
     - `in_flight`: the number of tokens that an engine schedules before they are computed. Windows
@@ -61,9 +66,14 @@ def plan(
     >>> made = plan("Qwen3.5-397B-A17B", memory="60GiB", tp=2, policy="vllm")
     >>> made.block_size, made.num_blocks
     (2096, 2001)
+    >>> made = plan("Qwen3.5-397B-A17B", memory="60GiB", tp=2, policy="vllm@0.33", chip="sm90")
+    >>> made.block_size, made.num_blocks
+    (2112, 1985)
     """
     makers = {"atlas": plan_atlas, "vllm": plan_vllm, "uniform": plan_uniform}
-    _check_word("policy", policy, tuple(makers))
+    name, rules = split_policy(policy) if isinstance(policy, str) else (policy, NEWEST)
+    _check_word("policy", name, tuple(makers))
+    maker, chip = makers[name], checked_chip(chip)
     _check_word("states", states, ("auto", "shared", "apart"))
     loaded = Model.load(model)
     if not loaded.layers:
@@ -72,7 +82,7 @@ def plan(
         raise AtlasError(Code.NO_CACHE, problem, got=loaded.name, hint=hint)
     if pack != "auto":
         pack = integer(pack, "pack")
-    if policy != "atlas" and pack not in ("auto", 1):
+    if name != "atlas" and pack not in ("auto", 1):
         raise AtlasError(
             Code.BAD_PACK,
             "Only policy atlas supports pack",
@@ -83,14 +93,14 @@ def plan(
         loaded = loaded.with_cache(kv_dtype)
     tp, pp, dcp = positive(tp, "tp"), positive(pp, "pp"), positive(dcp, "dcp")
     check_topology(loaded, tp, pp, dcp)
-    if policy != "atlas":
+    if name != "atlas":
         check_vllm_topology(loaded, tp, dcp)
     if max_len is None:
         max_len = default_length(loaded)
     if in_flight is None:
         # Two batches are in flight at once, and one more for each additional stage.
         in_flight = _BATCHED_TOKENS * (pp + 1)
-    backends = backends_of(loaded, backend)
+    backends = backends_of(loaded, backend, rules=rules, chip=chip)
     loaded = packed_for(loaded, backends)
     request = PlanRequest(
         model=loaded,
@@ -107,14 +117,18 @@ def plan(
         in_flight=natural(in_flight, "in_flight"),
         prefix_caching=prefix_caching,
         states=states,
+        policy=policy,
+        rules=rules,
+        chip=chip,
+        checkpoints=applied_checkpoints(loaded, rules, chip) if prefix_caching else {},
         requests=None if requests is None else positive(requests, "the number of requests"),
     )
     try:
-        return makers[policy](request)
+        return maker(request)
     except AtlasError as refusal:
         if refusal.code not in _UNSOUND:
             raise
-        raise _order_refused(request, makers[policy], refusal) from refusal
+        raise _order_refused(request, maker, refusal) from refusal
 
 
 def default_length(model: Model) -> int:

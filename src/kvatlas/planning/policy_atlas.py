@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
+from math import lcm
 
 import msgspec
 
@@ -35,6 +36,7 @@ from kvatlas.planning.backends import ANY_ORDER, EVERY_ORDER, smallest_common_bl
 from kvatlas.planning.block_size import (
     DEFAULT_BLOCK,
     BlockSize,
+    checkpoint_multiple,
     kernel_multiple,
     kernel_size,
     used_backends,
@@ -215,6 +217,7 @@ class Hybrid:
         """The search for blocks that attention and states can share."""
         request = self.request
         step = request.block_size or smallest_common_block(used_backends(request), DEFAULT_BLOCK)
+        step = lcm(step, checkpoint_multiple(request))
         layers, theirs = [*self.attention, *self.states], self.theirs.draft
         return SharedBlockSearch(request, layers, step=step, theirs=theirs)
 
@@ -237,7 +240,8 @@ class Hybrid:
     @property
     def packed_step(self) -> int:
         """The block size of a pack is a multiple of this number of tokens."""
-        return kernel_multiple(self.request, self.request.block_size or DEFAULT_BLOCK)
+        step = kernel_multiple(self.request, self.request.block_size or DEFAULT_BLOCK)
+        return lcm(step, checkpoint_multiple(self.request))
 
     @property
     def largest_state(self) -> int:

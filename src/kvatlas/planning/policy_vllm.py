@@ -1,4 +1,6 @@
-"""Policies `vllm` and `uniform`: the plans of vLLM 0.32, byte for byte.
+"""Policies `vllm` and `uniform`: the plans of a release of vLLM, byte for byte.
+
+`engine_rules` has a table of the differences between releases and chips.
 
 `uniform` is the plan of vLLM without its hybrid manager: layers with windows and chunks keep
 all tokens, so that all layers share one block table.
@@ -22,13 +24,13 @@ from kvatlas.planning.sized_layers import SizedLayer, size_layers
 
 
 def plan_vllm(request: PlanRequest) -> Plan:
-    """Return the plan of vLLM 0.32."""
-    return make_plan(request, draft_vllm(request), policy="vllm")
+    """Return the plan of vLLM."""
+    return make_plan(request, draft_vllm(request), policy=request.policy)
 
 
 def plan_uniform(request: PlanRequest) -> Plan:
-    """Return the plan of vLLM 0.32 without its hybrid manager."""
-    return make_plan(request, draft_vllm(request, uniform=True), policy="uniform")
+    """Return the plan of vLLM without its hybrid manager."""
+    return make_plan(request, draft_vllm(request, uniform=True), policy=request.policy)
 
 
 def draft_vllm(

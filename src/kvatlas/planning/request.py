@@ -11,6 +11,8 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import integer, positive
 from kvatlas.models import Model
 from kvatlas.planning.backends import Backend
+from kvatlas.planning.engine_rules import NEWEST, EngineRules, PrefillCheckpoint
+from kvatlas.specs import Spec
 
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {f"{unit}I": 2 ** (10 * power) for power, unit in enumerate("KMGT", start=1)}
@@ -37,6 +39,13 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
     requests: int | None = None
     states: Literal["auto", "shared", "apart"] = "auto"
+    policy: str = "atlas"
+    """The policy as the caller named it, such as `vllm@0.32`."""
+    rules: EngineRules = NEWEST
+    """The rules of the release of vLLM."""
+    chip: str | None = None
+    checkpoints: dict[Spec, PrefillCheckpoint] = {}
+    """Specs of recurrent layers whose states are saved in the middle of a prefill, and why."""
 
 
 def quantity(value: int | str, what: str = "the memory") -> int:

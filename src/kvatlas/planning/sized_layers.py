@@ -25,7 +25,6 @@ from kvatlas.specs import (
     CrossAttention,
     Indexer,
     LatentAttention,
-    Mamba2,
     Recurrent,
     SinkAttention,
     SlidingAttention,
@@ -208,15 +207,15 @@ def _kind_of_class(spec: type[Spec]) -> Kind:
     return "cross_attention" if issubclass(spec, CrossAttention) else "full_attention"
 
 
-def checkpoints(spec: Spec, *, prefix_caching: bool) -> int:
+def checkpoints(spec: Spec, request: PlanRequest) -> int:
     """Return how many additional blocks of a recurrent layer a request holds for prefix caching.
 
-    A new state is written to a new block while the old state is kept. Mamba-2 also saves a
+    A new state is written to a new block while the old state is kept. Some kernels also save a
     state in the middle of a prefill.
     """
-    if not prefix_caching or kind_of(spec) != "recurrent":
+    if not request.prefix_caching or kind_of(spec) != "recurrent":
         return 0
-    return 1 + isinstance(spec, Mamba2)
+    return 1 + (spec in request.checkpoints)
 
 
 def own_block(spec: Spec, backend: Backend | None, block: int) -> int:
@@ -267,7 +266,7 @@ def size_layers(
                 padded=page.nbytes if page.padding else padded,
                 backend=backend,
                 leader=leads,
-                checkpoints=checkpoints(spec, prefix_caching=request.prefix_caching),
+                checkpoints=checkpoints(spec, request),
             )
         )
     return sized

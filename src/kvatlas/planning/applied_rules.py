@@ -1,0 +1,66 @@
+"""The engine rules that apply to a model on a chip, and sentences about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvatlas.models import Model
+from kvatlas.planning.engine_rules import CHIPS, EngineRules, PrefillCheckpoint
+from kvatlas.planning.request import PlanRequest
+from kvatlas.specs import Recurrent, Spec
+
+
+def applied_checkpoints(
+    model: Model, rules: EngineRules, chip: str | None
+) -> dict[Spec, PrefillCheckpoint]:
+    """Return the rule for each spec whose states are saved in the middle of a prefill.
+
+    A kernel that aligns blocks saves states only if the kernels of all recurrent layers do.
+    """
+    specs = {layer.spec for layer in model.layers if isinstance(layer.spec, Recurrent)}
+    found = {spec: rules.checkpoint(model, spec, chip) for spec in specs}
+    aligned = all(rule is not None and rule.alignment > 1 for rule in found.values())
+    return {
+        spec: rule
+        for spec, rule in found.items()
+        if rule is not None and (rule.alignment == 1 or aligned)
+    }
+
+
+def rule_reasons(request: PlanRequest) -> Iterator[str]:
+    """Yield sentences about the rules that depend on the release or the chip."""
+    release = f"vLLM {request.rules.version}"
+    for rule in dict.fromkeys(request.checkpoints.values()):
+        if not rule.chips:
+            continue
+        aligned = ""
+        if rule.alignment > 1:
+            aligned = f", and the block size is a multiple of {rule.alignment} tokens"
+        yield (
+            f"On {request.chip}, {release} prefills recurrent layers with {rule.kernel}, which "
+            "saves a state in the middle of a prefill. A request therefore holds 3 blocks instead "
+            f"of 2 in each recurrent group{aligned}."
+        )
+    if "@" in request.policy or request.chip is not None:
+        chip = request.chip or "any chip"
+        used = ", ".join(dict.fromkeys(b.name for b in request.backends.values() if b))
+        with_backends = f", which selects {used}" if used else ""
+        yield f"The rules are those of {release} on {chip}{with_backends}."
+
+
+def chip_warnings(request: PlanRequest) -> Iterator[str]:
+    """Yield a warning if no chip was named and the plan of vLLM depends on the chip."""
+    if request.chip is not None or request.policy.startswith("atlas"):
+        return
+    if not request.prefix_caching:
+        return
+    differs = [
+        chip
+        for chip in CHIPS
+        if applied_checkpoints(request.model, request.rules, chip) != request.checkpoints
+    ]
+    if differs:
+        yield (
+            f"vLLM {request.rules.version} plans this model differently on {', '.join(differs)}, "
+            "where a request holds one more block per recurrent group. Name the chip or the GPU."
+        )

@@ -1,0 +1,81 @@
+"""The types of engine rules: one `EngineRules` per release, made of data only."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvatlas.models import Model
+from kvatlas.specs import Recurrent, Spec
+
+
+class PrefillCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A prefill kernel that saves a recurrent state in the middle of a prefill.
+
+    A request then holds one more block in each recurrent group.
+    """
+
+    kernel: str
+    """The kernel's name."""
+    states: str
+    """The tag of the specs to which the rule applies, such as `gated_delta_net`."""
+    chips: tuple[str, ...] = ()
+    """Chips on which the engine selects the kernel by default; empty for every chip."""
+    architectures: tuple[str, ...] = ()
+    """Architectures whose names start with one of these words; empty for all."""
+    key_dim: int | None = None
+    """The only head size that the kernel supports; None for any."""
+    alignment: int = 1
+    """The block size of the model must be a multiple of this number of tokens."""
+
+    def fits(self, model: Model, spec: Spec) -> bool:
+        """Return whether the kernel supports the states of a spec, on a suitable chip."""
+        if not isinstance(spec, Recurrent) or spec.__struct_config__.tag != self.states:
+            return False
+        sizes = {getattr(spec, name, self.key_dim) for name in ("key_dim", "head_dim")}
+        if self.key_dim is not None and sizes != {self.key_dim}:
+            return False
+        return not self.architectures or model.architecture.startswith(self.architectures)
+
+    def on(self, chip: str | None) -> bool:
+        """Return whether the engine selects the kernel on a chip; None is an unknown chip."""
+        return not self.chips or chip in self.chips
+
+
+class BackendChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """A backend that the engine selects instead of its choice on Hopper."""
+
+    chips: tuple[str, ...]
+    instead_of: tuple[str, ...]
+    """Names of the backends that it replaces."""
+    backend: str
+    head_dims: tuple[int, ...] = ()
+    """Head sizes that the backend supports; empty for all."""
+    architectures: tuple[str, ...] = ()
+    """Architectures whose names start with one of these words; empty for all."""
+
+    def fits(self, name: str, chip: str | None, model: Model, head_dim: int | None) -> bool:
+        """Return whether the backend replaces the backend `name` in a layer of a model."""
+        if chip not in self.chips or name not in self.instead_of:
+            return False
+        if self.head_dims and head_dim not in self.head_dims:
+            return False
+        return not self.architectures or model.architecture.startswith(self.architectures)
+
+
+class EngineRules(msgspec.Struct, frozen=True, kw_only=True):
+    """What one release of vLLM does differently from other releases or on other chips."""
+
+    version: str
+    checkpoints: tuple[PrefillCheckpoint, ...]
+    backends: tuple[BackendChoice, ...] = ()
+
+    def checkpoint(self, model: Model, spec: Spec, chip: str | None) -> PrefillCheckpoint | None:
+        """Return the rule that applies to the states of a spec on a chip; None if none applies."""
+        found = (rule for rule in self.checkpoints if rule.on(chip) and rule.fits(model, spec))
+        return next(found, None)
+
+    def backend(self, name: str, chip: str | None, model: Model, head_dim: int | None) -> str:
+        """Return the backend that the engine selects on a chip; `name` is its choice on Hopper."""
+        found = (one for one in self.backends if one.fits(name, chip, model, head_dim))
+        choice = next(found, None)
+        return choice.backend if choice else name

@@ -1,0 +1,21 @@
+"""The rules of vLLM 0.33, checked against `tests/planning/vllm_answers.json`."""
+
+from kvatlas.planning.engine_rules.chips import BLACKWELL, CONSUMER_BLACKWELL, HOPPER
+from kvatlas.planning.engine_rules.rule_types import EngineRules, PrefillCheckpoint
+from kvatlas.planning.engine_rules.vllm_0_32 import BACKENDS, FLASHKDA, MAMBA2
+
+_QWEN = ("Qwen3Next", "Qwen3_5")
+FLASHINFER_GDN = (
+    PrefillCheckpoint(
+        kernel="FlashInfer", states="gated_delta_net", chips=HOPPER, architectures=_QWEN,
+        alignment=64,
+    ),
+    # On Blackwell the kernel needs CUDA 13, with which vLLM's wheels are built.
+    PrefillCheckpoint(
+        kernel="FlashInfer", states="gated_delta_net", chips=(*BLACKWELL, *CONSUMER_BLACKWELL),
+        architectures=_QWEN, key_dim=128, alignment=64,
+    ),
+)  # fmt: skip
+RULES = EngineRules(
+    version="0.33", checkpoints=(MAMBA2, FLASHKDA, *FLASHINFER_GDN), backends=BACKENDS
+)

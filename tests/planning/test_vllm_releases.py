@@ -1,0 +1,164 @@
+"""Policies `vllm@...` against the recorded answers of releases of vLLM on three chips.
+
+`tools/record_vllm.py` recorded `vllm_answers.json` with vLLM's own planner. An entry has the chips
+on which it holds, and a list: block size, blocks, bytes per block, layout, backends, groups
+(layers, block size, page bytes), and requests that fit at 4k prefilling and decoding, and at 32k.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvatlas import AtlasError, Code
+from kvatlas.models import GPUS, Model, catalogue
+from kvatlas.planning import Plan, fit, plan
+from kvatlas.planning.engine_rules import CHIPS, RELEASES, chip_of
+from tests.planning.test_promise import holds
+from tests.profiles import DEEP
+
+HERE = Path(__file__).parent
+ANSWERS: dict[str, Any] = json.loads((HERE / "vllm_answers.json").read_text())
+CONFIGS: dict[str, Any] = json.loads((HERE / "vllm_figures.json").read_text())["configs"]
+NAMES = {"FLASHINFER_SM100": "FLASHINFER"}
+"""Names of backends that vLLM does not tell apart."""
+
+
+@cache
+def model_of(name: str) -> Model:
+    return Model.load(name if name in catalogue() else CONFIGS[name])
+
+
+def answer_of(model: Model, **ask: Any) -> list[Any]:
+    made = plan(model, memory=140 << 30, max_len=32768, in_flight=16384, **ask)
+    fits = [made.requests(n, in_flight=k) for n in (4096, 32768) for k in (16384, 1)]
+    return [
+        made.block_size,
+        made.num_blocks,
+        made.bytes_per_block,
+        made.layout,
+        [NAMES.get(name, name) for name in made.backends],
+        [[len(layers), block, nbytes] for layers, block, nbytes in groups_of(made)],
+        [round(fit, 4) for fit in fits],
+    ]
+
+
+def groups_of(made: Plan) -> Iterator[tuple[list[str], int, int]]:
+    """Yield the layers, block size and page bytes of each group; pages of a mixed group add up."""
+    for index, group in enumerate(made.groups):
+        regions = [region for region in made.regions if region.group == index]
+        layers = [layer.name for region in regions for layer in region.layers]
+        nbytes = {region.page_bytes for region in regions}
+        total = sum(region.page_bytes * len(region.layers) for region in regions)
+        yield layers, group.block, total if group.mixed else nbytes.pop()
+
+
+def cases(release: str) -> Iterator[tuple[str, int, str, Any]]:
+    """Yield (model, tp, chip, expected): all of them in the deep profile, else some by turns.
+
+    Models whose plan depends on the release or the chip are always asked at every tp.
+    """
+    for name, by_tp in ANSWERS[release].items():
+        depends = len({figures(other[name]) for other in ANSWERS.values()}) > 1
+        depends |= any(len({figures(entry) for entry in entries}) > 1 for entries in by_tp.values())
+        for number, (tp, entries) in enumerate(by_tp.items()):
+            if not (DEEP or depends or number == len(name) % len(by_tp)):
+                continue
+            for chips, expected in entries:
+                listed = chips.split()
+                for chip in listed if DEEP else [listed[len(name) % len(listed)]]:
+                    yield name, int(tp), chip, expected
+
+
+def figures(answers: Any) -> str:
+    """Return the block sizes and the requests that fit, without layouts and backends."""
+    if isinstance(answers, dict):
+        return json.dumps([figures(entry) for entries in answers.values() for entry in entries[:1]])
+    return json.dumps([answers[1][0], answers[1][6]])
+
+
+@pytest.mark.parametrize("release", list(RELEASES))
+def test_plans_are_those_of_the_release_on_the_chip(release: str) -> None:
+    wrong = []
+    for name, tp, chip, expected in cases(release):
+        found = answer_of(model_of(name), tp=tp, policy=f"vllm@{release}", chip=chip)
+        if found != expected:
+            wrong.append(f"{name} tp {tp} {chip}: {found} instead of {expected}")
+    assert not wrong, "\n".join(wrong[:20])
+
+
+def test_the_answers_are_all_there() -> None:
+    assert set(ANSWERS) == set(RELEASES)
+    asked = set(ANSWERS["0.33"])
+    assert all(set(answers) == asked for answers in ANSWERS.values())
+    assert len(asked & set(catalogue())) >= 45
+    assert {"Kimi-K3", "Qwen3.5-397B-A17B", "Qwen3-Next-80B-A3B"} <= asked
+    chips = {chip for entries in ANSWERS["0.33"]["Kimi-K3"].values() for chip, _ in entries}
+    assert {one for word in chips for one in word.split()} == {"sm80", "sm90", "sm100"}
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "release", "chip", "block", "at_4k"),
+    [
+        ("Qwen3.5-397B-A17B", 2, "0.32", "sm90", 2096, 250),
+        ("Qwen3.5-397B-A17B", 2, "0.33", "sm80", 2096, 250),
+        ("Qwen3.5-397B-A17B", 2, "0.33", "sm90", 2112, 180),
+        ("Qwen3-Next-80B-A3B", 4, "0.33", "sm100", 320, 744),
+        ("Kimi-K3", 8, "0.32", "sm90", 768, 202),
+        ("Kimi-K3", 8, "0.32", "sm80", 768, 252),
+        ("Kimi-Linear-48B-A3B", 8, "0.33", "sm90", 384, None),
+    ],
+)
+def test_chips_that_save_states_in_the_middle_of_a_prefill(
+    name: str, tp: int, release: str, chip: str, block: int, at_4k: int | None
+) -> None:
+    made = plan(name, memory="60GiB", tp=tp, policy=f"vllm@{release}", chip=chip)
+    if at_4k is None:
+        assert {group.held for group in made.groups if group.kind == "recurrent"} == {2}
+    else:
+        assert (made.block_size, int(made.requests(4096))) == (block, at_4k)
+    assert f"vLLM {release} on {chip}" in made.explain()
+    assert Plan.from_json(made.to_json()) == made
+
+
+@pytest.mark.parametrize("release", list(RELEASES))
+@pytest.mark.parametrize("chip", ["sm80", "sm90", "sm100"])
+def test_never_worse_than_each_release(release: str, chip: str) -> None:
+    for name, tp in (("Qwen3.5-397B-A17B", 2), ("Kimi-K3", 8), ("Nemotron-H-8B", 1)):
+        ask: dict[str, Any] = {"memory": "60GiB", "tp": tp, "chip": chip}
+        atlas = plan(name, policy=f"atlas@{release}", **ask)
+        holds(atlas, plan(name, policy=f"vllm@{release}", **ask))
+
+
+def test_a_plan_without_a_chip_warns_if_the_chip_matters() -> None:
+    (warning,) = plan("Qwen3.5-397B-A17B", memory="60GiB", tp=2, policy="vllm").warnings
+    assert "sm90, sm100" in warning
+    assert not plan("Qwen3.5-397B-A17B", memory="60GiB", tp=2, policy="vllm@0.32").warnings
+    assert not plan("Qwen3-8B", memory="60GiB", policy="vllm").warnings
+
+
+@pytest.mark.parametrize("policy", ["vllm@0.30", "vllm@", "vllm@0.32-rc", "atlas@1", "@0.32"])
+def test_unknown_releases_are_refused(policy: str) -> None:
+    with pytest.raises(AtlasError) as refusal:
+        plan("Qwen3-8B", memory="60GiB", policy=policy)
+    assert refusal.value.code is Code.UNKNOWN_POLICY
+
+
+def test_unknown_chips_are_refused() -> None:
+    with pytest.raises(AtlasError) as refusal:
+        plan("Qwen3-8B", memory="60GiB", chip="hopper")
+    assert refusal.value.code is Code.UNKNOWN_GPU
+
+
+def test_a_gpu_selects_its_chip() -> None:
+    for gpu, block in (("8xA100", 528), ("8xH200", 576), ("8xB200", 576)):
+        found = fit("Qwen3.5-397B-A17B", gpu, tp=8, policy="vllm", kv_dtype="auto", max_len=4096)
+        if found.plan is not None:
+            assert found.plan.block_size == block, gpu
+    assert fit("Qwen3-8B", "B200", policy="vllm").plan.layout == "LBHNC"  # type: ignore[union-attr]
+    assert {chip_of(name) for name in GPUS} <= {*CHIPS, None}
