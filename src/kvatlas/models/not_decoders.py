@@ -22,7 +22,6 @@ REFUSED = {
     "inkling_text": "each layer keeps four convolution states next to K and V",
     "inkling2_text": "each layer keeps convolution states next to K and V",
     "reformer": "it caches hidden rows and hash buckets, and no K and V",
-    "rwkv": "it keeps the five state rows of RWKV-4; only RWKV-7 can be planned",
     "xlm": "it has no cache",
     "xlnet": "it caches hidden rows, and no K and V",
     "xlstm": "it keeps the matrix memories of mLSTM layers, which cannot be planned",
