@@ -93,13 +93,13 @@ def mimo(decoder: Decoder) -> Iterator[Layer]:
         pattern = config.per_layer("hybrid_layer_pattern", config.depth())
         kinds = ["sliding" if flag else "full" for flag in pattern]
         config.settled("layer_types", "sliding_window")
+    elif not config.has("layer_types"):
+        raise missing("hybrid_layer_pattern")
     else:
         # transformers' form: its window counts the current token as well.
         sliding["window"] = sliding["window"] or config.count("sliding_window") - 1
         sliding["heads"] = sliding["heads"] or 2 * config.key_heads()
-        kinds = attention_kinds(config, every=6)
-        if not config.has("layer_types"):
-            kinds[0] = "full"
+        kinds = attention_kinds(config)
     sizes: dict[str, Sizes] = {"full": {"v_dim": config.maybe("v_head_dim")}, "sliding": sliding}
     return dense(decoder, kinds=kinds, sizes=sizes)
 
