@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-
 from tests.architectures.build import Built, build, model_types
 
 OUT = Path(__file__).parents[1] / "tests" / "architectures" / "recorded.json"

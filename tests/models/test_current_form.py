@@ -125,8 +125,12 @@ def test_windows_of_latents_are_read_with_their_own_rank() -> None:
 
 def test_a_text_model_that_contradicts_the_whole_is_refused() -> None:
     """transformers saves a flat Step-3.7 config next to a text model with default values."""
-    whole = {"num_hidden_layers": 2, "sliding_window": 512, "num_attention_heads": 8}
-    whole["layer_types"] = ["full_attention", "sliding_attention"]  # type: ignore[assignment]
+    whole: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "sliding_window": 512,
+        "num_attention_heads": 8,
+        "layer_types": ["full_attention", "sliding_attention"],
+    }
     text = {**whole, "hidden_size": 1024, "sliding_window": None, "model_type": "step3p5"}
     text["layer_types"] = ["full_attention"] * 2
     config = {"architectures": ["Step3p7FlashForCausalLM"], **whole, "text_config": text}

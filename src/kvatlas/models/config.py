@@ -243,11 +243,14 @@ class Config:
 
     def key_heads(self) -> int:
         """Return the number of KV heads; defaults to the number of query heads."""
-        return self.maybe(*KEY_HEADS) or self.query_heads()
+        own = self.maybe(*KEY_HEADS)
+        self.settled(*KEY_HEADS)
+        return own or self.query_heads()
 
     def head_dim(self) -> int:
         """Return the head size; defaults to hidden size / query heads."""
         own = self.maybe(*HEAD_DIM)
+        self.settled(*HEAD_DIM)
         return own or self.quotient(self.hidden(), self.query_heads(), "head_dim")
 
     @staticmethod

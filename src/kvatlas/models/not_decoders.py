@@ -57,11 +57,13 @@ def refuse_without_decoder(config: Config, architecture: str) -> None:
         kind = "an encoder, vision or audio model without a decoder"
     if kind:
         name = " ".join(
-            filter(None, (architecture or config.text("_class_name"), model_type and f"({model_type})"))
+            filter(
+                None, (architecture or config.text("_class_name"), model_type and f"({model_type})")
+            )
         )
         raise AtlasError(
             Code.UNKNOWN_ARCHITECTURE,
             f"This config describes {kind}, which has no KV cache",
             got=name or "no architecture",
-            hint="Pass the config of a language model; of a multimodal model, pass the whole config",
+            hint="Pass the config of a language model, or the whole config of a multimodal one",
         )

@@ -1,4 +1,4 @@
-"""Check a model against transformers: does it cache what kvatlas read from the config?"""
+"""Check that transformers caches what kvatlas has read from a config."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _HINT = "Report the config at the project's issue tracker, and do not trust the 
 def verify(layers: Sequence[Layer], source: Source, longest: int | None) -> str | None:
     """Raise an error if a layer caches something else in transformers than in `layers`.
 
-    `longest` is the longest context in tokens. If vLLM and transformers are known to cache this model in different forms, nothing is compared,
-    and a warning is returned.
+    `longest` is the longest context in tokens. If vLLM and transformers are known to cache this
+    model in different forms, nothing is compared, and a warning is returned.
     """
     try:
         from kvatlas.models import transformers_oracle as oracle
@@ -31,10 +31,10 @@ def verify(layers: Sequence[Layer], source: Source, longest: int | None) -> str 
     try:
         built = oracle.build_config(text)
     except Exception as error:  # transformers' models fail in many ways
-        raise _refused(source, f"the model cannot be run: {type(error).__name__}: {error}") from error
-    found = differences(
-        layers, built.layers, model_type=text.model_type, longest=longest
-    )
+        raise _refused(
+            source, f"the model cannot be run: {type(error).__name__}: {error}"
+        ) from error
+    found = differences(layers, built.layers, model_type=text.model_type, longest=longest)
     if found:
         raise AtlasError(
             Code.UNKNOWN_ARCHITECTURE,
