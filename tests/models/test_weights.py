@@ -226,7 +226,8 @@ def test_a_dtype_nobody_states_is_said_to_be_assumed() -> None:
 def test_a_family_nobody_described_is_counted_like_llama_and_says_so() -> None:
     weights = Weights.load({**SMALL, "model_type": "newcomer", "architectures": ["NewForCausalLM"]})
     assert weights.parameters == Weights.load(SMALL).parameters
-    assert weights.source == "assumed bf16"
+    assert weights.source == "estimate, bf16"
+    assert weights.estimate
     assert "newcomer" in weights.warnings[0]
 
 
