@@ -23,7 +23,7 @@ from kvatlas.models.weights.checkpoint_format import CheckpointFormat, Origin, c
 from kvatlas.models.weights.decoders import Text, Traits, stacked
 from kvatlas.models.weights.families import FAMILIES, UNVERIFIED
 from kvatlas.models.weights.formats import Format
-from kvatlas.models.weights.outer import first_tensors, last_tensors, tied, vocabulary
+from kvatlas.models.weights.outer import after_layers, before_layers, tied, vocabulary
 from kvatlas.models.weights.tensor import Tensor, TensorClass, linear, norm
 from kvatlas.models.weights.towers import tower
 
@@ -243,9 +243,8 @@ def _read(source: Source, dtype: str | None) -> Weights:
         caches[layer.index].append(layer.spec)
     text = Text(text_config, traits, tuple(tuple(specs) for specs in caches))
     tied_head = tied(root, text_config, traits)
-    embedding, head = vocabulary(text_config)
-    last = [norm("norm", text.hidden, bias=traits.norm_bias), *last_tensors(text)]
-    first = [embedding, *first_tensors(text), *tower(root, text_config, warnings)]
+    embedding, head = vocabulary(text)
+    first = [*embedding, *before_layers(text), *tower(root, text_config, warnings)]
     doubtful = bool(warnings)
     formats = checkpoint_format(source, root, text_config, model.dtype, dtype, warnings)
     layers = [
@@ -256,7 +255,7 @@ def _read(source: Source, dtype: str | None) -> Weights:
         name=model.name,
         first=_stored(first, formats),
         layers=tuple(layers),
-        last=_stored([*last, *([] if tied_head else [head])], formats),
+        last=_stored([*after_layers(text), *([] if tied_head else head)], formats),
         predictors=_predictors(text, layers, formats),
         tied=tied_head,
         label=formats.label,
@@ -304,7 +303,7 @@ def _predictors(
     each = [tensor for tensor, _ in layers[-1]]
     each += [*linear("mtp", "eh_proj", hidden, 2 * hidden), norm("norms", 3 * hidden)]
     if text.traits.mtp == "embeds":
-        each += vocabulary(text.config)
+        each += [tensor for part in vocabulary(text) for tensor in part]
     made: list[Stored] = []
     for index in range(number):
         named = _stored(each, formats, f"layers.{text.depth + index}")

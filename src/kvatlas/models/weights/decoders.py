@@ -8,13 +8,19 @@ Gemma-4, DeepSeek-V4, Zamba-2 and Whisper, each have a separate function.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from kvatlas.models.config import Config
 from kvatlas.models.layer_patterns import block_kinds, gemma4_kinds
 from kvatlas.models.weights import mixers
-from kvatlas.models.weights.feed_forward import experts, mlp, shared_width, sparse_layers
+from kvatlas.models.weights.feed_forward import (
+    experts,
+    mlp,
+    mlp_width,
+    shared_width,
+    sparse_layers,
+)
 from kvatlas.models.weights.mixers import QkNorm
 from kvatlas.models.weights.tensor import Tensor, linear, norm
 from kvatlas.specs import (
@@ -38,6 +44,10 @@ Predictors = Literal["none", "bare", "embeds"]
 
 Gate = Literal["none", "head", "element"]
 """The gate of an attention's output: none, one per head, or one per element."""
+
+
+Head = Literal["plain", "bias", "bert"]
+"""lm_head: without a bias, with one, or BERT's, which transforms rows before."""
 
 
 class Traits(NamedTuple):
@@ -65,6 +75,19 @@ class Traits(NamedTuple):
     feed_forward: str = "mlp"
     mtp: Predictors = "none"
     """The MTP layers that checkpoints contain."""
+    biases: tuple[str, bool] | None = None
+    """The config key that enables the biases of all projections, and its default."""
+    mlp_ratio: int = 0
+    """Width of the MLP divided by the hidden size, if the config has no width; 0 if it must."""
+    crosses: bool = False
+    """Whether layers also attend to an encoder's rows."""
+    positions: tuple[str, int] | None = None
+    """The config key for the number of learned positions, and the number of further rows."""
+    outer_norms: int = 1
+    """Number of norms before and after the layers."""
+    head: Head = "plain"
+    embedding_width: str = ""
+    """The config key for the width of the embedding, if it may differ from the hidden size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +134,10 @@ def feed_forward(text: Text, *, sparse: bool) -> list[Tensor]:
             bias=traits.expert_bias, shared_gate=traits.shared_gate,
         )  # fmt: skip
     bias = config.flag("mlp_bias") if traits.mlp_bias is None else traits.mlp_bias
-    return mlp(config, name=traits.feed_forward, gated=traits.gated, bias=bias)
+    if traits.biases:
+        bias = config.flag(traits.biases[0], default=traits.biases[1])
+    width = mlp_width(config, ratio=traits.mlp_ratio)
+    return mlp(config, name=traits.feed_forward, width=width, gated=traits.gated, bias=bias)
 
 
 def mixer(text: Text, spec: AnySpec, index: int) -> list[Tensor]:
@@ -119,7 +145,8 @@ def mixer(text: Text, spec: AnySpec, index: int) -> list[Tensor]:
     config, hidden, name = text.config, text.hidden, text.traits.mixer
     match spec:
         case Attention():
-            return mixers.attention(config, **attention_options(text, spec))
+            made = mixers.attention(config, **attention_options(text, spec))
+            return made * 2 if text.traits.crosses else made
         case LatentAttention():
             return mixers.latent(config, gate=config.flag("mla_use_output_gate"))
         case Indexer():
@@ -162,13 +189,15 @@ def attention_options(text: Text, spec: Attention) -> dict[str, Any]:
     """Return the arguments of `mixers.attention` for a layer whose cache has spec `spec`."""
     config, traits = text.config, text.traits
     biased = config.flag("attention_bias")
+    if traits.biases:
+        biased = config.flag(traits.biases[0], default=traits.biases[1])
     sliding = isinstance(spec, SlidingAttention)
     heads = config.maybe("swa_num_attention_heads") if sliding else None
     other = config.section("attention_other_setting")
     if other is not None and other.text("attention_type") == "sliding_attention" and sliding:
         heads = other.maybe("num_attention_heads")
     qk_norm = traits.qk_norm
-    if not config.flag("use_qk_norm", default=True):
+    if not (config.flag("use_qk_norm", default=True) and config.flag("qk_layernorm", default=True)):
         qk_norm = "none"
     gate = 0
     if config.flag("attn_output_gate", default=traits.gate == "element"):
@@ -185,6 +214,7 @@ def attention_options(text: Text, spec: Attention) -> dict[str, Any]:
         "qkv_bias": biased if traits.qkv_bias is None else traits.qkv_bias,
         "out_bias": biased if traits.out_bias is None else traits.out_bias,
         "qk_norm": qk_norm,
+        "norm_bias": traits.norm_bias,
         "gate": gate,
         "sinks": traits.sinks or config.flag(sinks),
     }
@@ -358,3 +388,17 @@ def rwkv(text: Text) -> Iterator[list[Tensor]]:
         extra = [norm("pre_norm", text.hidden, bias=True)] if index == 0 else []
         shift = Tensor("mlp", "ffn.x_k", text.hidden)
         yield [*text.norms(), *extra, *mixed, shift, *mlp(text.config, gated=False)]
+
+
+def falcon(text: Text) -> Iterator[list[Tensor]]:
+    """Yield the tensors of each Falcon layer, which has one norm if it is parallel and old."""
+    config = text.config
+    wide = 2 if config.flag("new_decoder_architecture") else 1
+    parallel = config.flag("parallel_attn", default=True)
+    number = config.maybe("num_ln_in_parallel_attn") or wide if parallel else 2
+    return stacked(replace(text, traits=text.traits._replace(norms=number)))
+
+
+def opt(text: Text) -> Iterator[list[Tensor]]:
+    """Yield the tensors of each OPT layer."""
+    return stacked(text)

@@ -28,6 +28,7 @@ def attention(
     qkv_bias: bool = False,
     out_bias: bool = False,
     qk_norm: QkNorm = "none",
+    norm_bias: bool = False,
     gate: int = 0,
     sinks: bool = False,
     values: bool = True,
@@ -60,7 +61,7 @@ def attention(
     if sinks:
         tensors.append(Tensor(kind, f"{name}.sinks", heads, parts=heads))
     if qk_norm == "head":
-        tensors += [norm(f"{name}.{side}_norm", head_dim) for side in "qk"]
+        tensors += [norm(f"{name}.{side}_norm", head_dim, bias=norm_bias) for side in "qk"]
     elif qk_norm == "row":
         tensors.append(norm(f"{name}.q_norm", heads * head_dim, parts=heads))
         tensors.append(norm(f"{name}.k_norm", kv_heads * head_dim, parts=kv_heads))

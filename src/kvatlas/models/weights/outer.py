@@ -7,10 +7,55 @@ from kvatlas.models.weights.decoders import Text, Traits
 from kvatlas.models.weights.tensor import Tensor, linear, norm
 
 
-def vocabulary(config: Config) -> tuple[Tensor, Tensor]:
-    rows, hidden = config.count("vocab_size"), config.hidden()
-    embedding = Tensor("embedding", "embed_tokens", rows, hidden, parts=rows)
-    return embedding, Tensor("lm_head", "lm_head", rows, hidden, parts=rows, linear=True)
+def vocabulary(text: Text) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the embedding and, in a separate list, lm_head."""
+    config, hidden = text.config, text.hidden
+    rows, width = config.count("vocab_size"), embedding_width(text)
+    embedding = [Tensor("embedding", "embed_tokens", rows, width, parts=rows)]
+    return embedding, [Tensor("lm_head", "lm_head", rows, width, parts=rows, linear=True)]
+
+
+def embedding_width(text: Text) -> int:
+    """Return the width of the embedding's rows, which may differ from the hidden size."""
+    key = text.traits.embedding_width
+    return (text.config.maybe(key) if key else None) or text.hidden
+
+
+def before_layers(text: Text) -> list[Tensor]:
+    """Return the weights between the embedding and the first layer: positions, projections."""
+    config, traits, width = text.config, text.traits, embedding_width(text)
+    tensors = first_tensors(text)
+    if traits.positions:
+        key, more = traits.positions
+        rows = config.count(key, *_POSITIONS) + more
+        tensors.append(Tensor("embedding", "embed_positions", rows, text.hidden))
+    if traits.head == "bert":
+        types = config.natural("type_vocab_size")
+        tensors.append(Tensor("norm", "token_type_embeddings", types, width))
+    if width != text.hidden:
+        tensors += linear("mlp", "project_in", text.hidden, width, bias=traits.head == "bert")
+    return tensors
+
+
+def after_layers(text: Text) -> list[Tensor]:
+    """Return the weights between the last layer and lm_head, and its bias."""
+    config, traits, width = text.config, text.traits, embedding_width(text)
+    norms = [
+        norm("norm", text.hidden, bias=traits.norm_bias) for _ in range(traits.outer_norms)
+    ]
+    tensors = [*norms, *last_tensors(text)]
+    if traits.head == "bert":
+        tensors += linear("mlp", "transform.dense", width, text.hidden, bias=True)
+        tensors.append(norm("transform.LayerNorm", width, bias=True))
+    elif width != text.hidden:
+        tensors += linear("mlp", "project_out", width, text.hidden)
+    if traits.head != "plain":
+        rows = config.count("vocab_size")
+        tensors.append(Tensor("lm_head", "lm_head.bias", rows, parts=rows))
+    return tensors
+
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
 def tied(root: Config, text: Config, traits: Traits) -> bool:
