@@ -6,19 +6,17 @@ normalised, which projections have biases, and whether an MLP has a gate.
 
 from __future__ import annotations
 
-from kvatlas.models.weights.decoders import (
-    Layers,
-    Traits,
+from kvatlas.models.weights import rare_families as rare
+from kvatlas.models.weights.decoders import Layers, Traits, stacked
+from kvatlas.models.weights.family_layers import (
     deepseek_v4,
     falcon,
     gemma4,
     llama4,
     mixers_alone,
     one_or_the_other,
-    opt,
     pruned,
     rwkv,
-    stacked,
     whisper,
     with_shared_mlp,
     zamba,
@@ -37,7 +35,7 @@ _FAMILIES: tuple[tuple[str, Layers, Traits], ...] = (
     ("llama mistral ministral3 mixtral phi3 smollm3 granite granitemoe", stacked, Traits()),
     ("aria_text cwm emu3 emu3_text_model ernie4_5 granitemoeshared helium internlm3 iquestcoder "
      "solar_open telechat3 hyperclovax granite_swa granitemoe_swa ministral kolibri1 laguna flint "
-     "bitnet diffllama", stacked, Traits()),
+     "diffllama", stacked, Traits()),
     ("qwen2 qwen2_5_vl_text qwen2_vl_text mimo", stacked, Traits(qkv_bias=True, out_bias=False)),
     (
         "qwen2_moe",
@@ -58,7 +56,7 @@ _FAMILIES: tuple[tuple[str, Layers, Traits], ...] = (
     ("gemma2", stacked, Traits(norms=4, tied=True)),
     ("vaultgemma", stacked, _TIED),
     ("gemma3_text", stacked, Traits(norms=4, qk_norm="head", tied=True)),
-    ("gemma4_text", gemma4, Traits(norms=4, qk_norm="head", tied=True)),
+    ("gemma4_text gemma4_unified_text", gemma4, Traits(norms=4, qk_norm="head", tied=True)),
     ("gpt_oss", stacked, Traits(qkv_bias=True, out_bias=True, expert_bias=True, sinks=True)),
     ("llama4_text", llama4, Traits(feed_forward="feed_forward")),
     ("olmo2 olmo3 olmoe flex_olmo minimax_m2", stacked, Traits(qk_norm="row")),
@@ -116,7 +114,7 @@ _FAMILIES: tuple[tuple[str, Layers, Traits], ...] = (
     ("gpt_neox_japanese", stacked, _GPT._replace(biases=None, mlp_bias=False, tied=True)),
     ("mpt", stacked, Traits(gated=False, mlp_ratio=4, tied=True)),
     ("ctrl", stacked, _GPT._replace(head="bias", tied=True)),
-    ("opt", opt, _GPT._replace(biases=("enable_bias", True), tied=True,
+    ("opt", stacked, _GPT._replace(biases=("enable_bias", True), tied=True,
                                positions=("max_position_embeddings", 2),
                                embedding_width="word_embed_proj_dim")),
     ("biogpt", stacked, _GPT._replace(positions=("max_position_embeddings", 2), tied=True)),
@@ -127,9 +125,22 @@ _FAMILIES: tuple[tuple[str, Layers, Traits], ...] = (
      _DECODER._replace(positions=("max_position_embeddings", 2), outer_norms=2)),
     ("blenderbot blenderbot-small pegasus", stacked, _DECODER),
     ("marian", stacked, _DECODER._replace(outer_norms=0)),
-    ("bigbird_pegasus", stacked, _DECODER._replace(biases=None, qkv_bias=False, out_bias=False,
+    ("bigbird_pegasus", stacked, _DECODER._replace(ties=False, biases=None, qkv_bias=False, out_bias=False,
                                                    mlp_bias=True)),
-    ("bert ernie camembert data2vec-text xlm-roberta roberta big_bird", stacked, _BERT),
+    ("bert ernie camembert data2vec-text xlm-roberta roberta", stacked, _BERT),
+    ("big_bird", stacked, _BERT._replace(extra=rare.pooler)),
+    ("roc_bert", stacked, _BERT._replace(extra=rare.pronunciation)),
+    ("roformer", stacked, _BERT._replace(positions=None, extra=rare.rotations,
+                                         embedding_width="embedding_size")),
+    ("xmod", rare.xmod, _BERT),
+    ("jetmoe", rare.jetmoe, _TIED),
+    ("moshi", rare.moshi, Traits(extra=rare.padding_row)),
+    ("doge", rare.doge, Traits(qk_norm="head")),
+    ("bitnet", rare.bitnet, Traits()),
+    ("gemma3n_text", rare.gemma3n,
+     Traits(norms=4, qk_norm="head", tied=True, extra=rare.altup)),
+    ("hrm_text", rare.hrm, Traits(norms=0, outer_norms=0, gate="element")),
+    ("cpmant", stacked, Traits(ties=False, extra=rare.prompts)),
     ("megatron-bert xlm-roberta-xl", stacked, _BERT),
     ("roberta-prelayernorm", stacked, _BERT._replace(outer_norms=2)),
     ("bert-generation", stacked, _BERT._replace(head="bias")),

@@ -9,8 +9,7 @@ from kvatlas.models.weights.tensor import Tensor, linear, norm
 
 def vocabulary(text: Text) -> tuple[list[Tensor], list[Tensor]]:
     """Return the embedding and, in a separate list, lm_head."""
-    config, hidden = text.config, text.hidden
-    rows, width = config.count("vocab_size"), embedding_width(text)
+    rows, width = text.config.count("vocab_size"), embedding_width(text)
     embedding = [Tensor("embedding", "embed_tokens", rows, width, parts=rows)]
     return embedding, [Tensor("lm_head", "lm_head", rows, width, parts=rows, linear=True)]
 
@@ -28,10 +27,13 @@ def before_layers(text: Text) -> list[Tensor]:
     if traits.positions:
         key, more = traits.positions
         rows = config.count(key, *_POSITIONS) + more
-        tensors.append(Tensor("embedding", "embed_positions", rows, text.hidden))
+        wide = width if traits.head == "bert" else text.hidden
+        tensors.append(Tensor("embedding", "embed_positions", rows, wide))
     if traits.head == "bert":
         types = config.natural("type_vocab_size")
         tensors.append(Tensor("norm", "token_type_embeddings", types, width))
+    if traits.extra is not None:
+        tensors += traits.extra(text)
     if width != text.hidden:
         tensors += linear("mlp", "project_in", text.hidden, width, bias=traits.head == "bert")
     return tensors
@@ -40,9 +42,9 @@ def before_layers(text: Text) -> list[Tensor]:
 def after_layers(text: Text) -> list[Tensor]:
     """Return the weights between the last layer and lm_head, and its bias."""
     config, traits, width = text.config, text.traits, embedding_width(text)
-    norms = [
-        norm("norm", text.hidden, bias=traits.norm_bias) for _ in range(traits.outer_norms)
-    ]
+    # BERT's norm is that of its embedding.
+    wide = width if traits.head == "bert" else text.hidden
+    norms = [norm("norm", wide, bias=traits.norm_bias) for _ in range(traits.outer_norms)]
     tensors = [*norms, *last_tensors(text)]
     if traits.head == "bert":
         tensors += linear("mlp", "transform.dense", width, text.hidden, bias=True)
@@ -59,6 +61,8 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
 def tied(root: Config, text: Config, traits: Traits) -> bool:
+    if not traits.ties:
+        return False
     for config in (text, root):
         if config.has("tie_word_embeddings"):
             return config.flag("tie_word_embeddings")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvatlas.models.config import Config
-from kvatlas.models.weights.decoders import listener
+from kvatlas.models.weights.family_layers import listener
 from kvatlas.models.weights.tensor import Tensor, linear, norm
 
 
