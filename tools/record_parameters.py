@@ -56,6 +56,7 @@ def _reduced(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(*chosen: str) -> None:
+    """Record all architectures, or replace the lines of those in `chosen`."""
     transformers.logging.set_verbosity_error()
     found = json.loads(FILE.read_text())["architectures"] if chosen else {}
     for model_type in chosen or model_types():

@@ -35,7 +35,10 @@ def torchao(name: str, **data: Any) -> dict[str, Any]:
             {"quant_type": {"default": torchao("Int4WeightOnlyConfig", group_size=64)}},
             0.5 + 4 / 64,
         ),
-        ({"quant_type": "int4_weight_only", "quant_type_kwargs": {"group_size": 128}}, 0.5 + 4 / 128),
+        (
+            {"quant_type": "int4_weight_only", "quant_type_kwargs": {"group_size": 128}},
+            0.5 + 4 / 128,
+        ),
         ({"quant_type": {"default": torchao("Int8WeightOnlyConfig")}}, 1 + 4 / 256),
         ({"quant_type": "float8_dynamic_activation_float8_weight"}, 1 + 4 / 256),
         (
@@ -77,9 +80,7 @@ def test_quark_is_read(weight: dict[str, Any], each_element: float) -> None:
     settings = {"global_quant_config": {"weight": weight}, "exclude": ["lm_head", "*.mlp.*"]}
     weights = loaded(quant_method="quark", **settings)
     mlp = LINEAR - ATTENTION
-    assert weights.bytes == pytest.approx(
-        ATTENTION * each_element + 2 * mlp + 2 * REST, rel=0.01
-    )
+    assert weights.bytes == pytest.approx(ATTENTION * each_element + 2 * mlp + 2 * REST, rel=0.01)
     # A layer's own format comes before the global one; a list has one entry for each level.
     named = {"*.mlp.*": {"weight": [{"dtype": "fp8_e4m3", "qscheme": "per_tensor"}]}}
     both = loaded(quant_method="quark", **settings, layer_quant_config=named)

@@ -238,13 +238,19 @@ def _read(source: Source, dtype: str | None) -> Weights:
     model_type = _described_type(root, text_config, model.architecture)
     layers_of, traits = FAMILIES.get(model_type, (stacked, Traits()))
     warnings += _doubt(model_type, text_config)
+    if traits.decodes and "ForConditionalGeneration" in model.architecture:
+        warnings.append(f"only the decoder of {model_type} is counted")
     caches: list[list[Any]] = [[] for _ in range(model.depth)]
     for layer in model.layers:
         caches[layer.index].append(layer.spec)
     text = Text(text_config, traits, tuple(tuple(specs) for specs in caches))
     tied_head = tied(root, text_config, traits)
     embedding, head = vocabulary(text)
-    first = [*embedding, *before_layers(text), *tower(root, text_config, warnings)]
+    first = [
+        *embedding,
+        *before_layers(text),
+        *tower(root, text_config, model.architecture, warnings),
+    ]
     doubtful = bool(warnings)
     formats = checkpoint_format(source, root, text_config, model.dtype, dtype, warnings)
     layers = [

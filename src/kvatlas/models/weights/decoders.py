@@ -73,6 +73,8 @@ class Traits(NamedTuple):
     """Width of the MLP divided by the hidden size, if the config has no width; 0 if it must."""
     crosses: bool = False
     """Whether layers also attend to an encoder's rows."""
+    decodes: bool = False
+    """Whether only the decoder of a model of several parts is counted."""
     positions: tuple[str, int] | None = None
     """The config key for the number of learned positions, and the number of further rows."""
     outer_norms: int = 1
@@ -82,7 +84,7 @@ class Traits(NamedTuple):
     """The config key for the width of the embedding, if it may differ from the hidden size."""
     ties: bool = True
     """Whether lm_head can share the embedding's weights."""
-    extra: Callable[[Text], list[Tensor]] | None = None
+    more: Callable[[Text], list[Tensor]] | None = None
     """A function that returns further weights outside the layers."""
 
 
@@ -141,6 +143,8 @@ def mixer(text: Text, spec: AnySpec, index: int) -> list[Tensor]:
     config, hidden, name = text.config, text.hidden, text.traits.mixer
     match spec:
         case Attention():
+            if config.has("kv_lora_rank") and config.has("qk_nope_head_dim"):
+                return mixers.latent(config)  # latent attention that is cached as K and V
             made = mixers.attention(config, **attention_options(text, spec))
             return made * 2 if text.traits.crosses else made
         case LatentAttention():

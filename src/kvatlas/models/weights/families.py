@@ -7,6 +7,7 @@ normalised, which projections have biases, and whether an MLP has a gate.
 from __future__ import annotations
 
 from kvatlas.models.weights import rare_families as rare
+from kvatlas.models.weights import rare_mixers as mixed
 from kvatlas.models.weights.decoders import Layers, Traits, stacked
 from kvatlas.models.weights.family_layers import (
     deepseek_v4,
@@ -27,15 +28,22 @@ _DEEPSEEK = Traits(mtp="embeds")
 
 _GPT = Traits(norm_bias=True, gated=False, biases=("bias", True), mlp_ratio=4)
 _DECODER = _GPT._replace(
-    norms=3, crosses=True, positions=("max_position_embeddings", 0), tied=True
+    norms=3, crosses=True, decodes=True, positions=("max_position_embeddings", 0), tied=True
 )
 _BERT = _GPT._replace(positions=("max_position_embeddings", 0), head="bert", tied=True)
 
 _FAMILIES: tuple[tuple[str, Layers, Traits], ...] = (
     ("llama mistral ministral3 mixtral phi3 smollm3 granite granitemoe", stacked, Traits()),
     ("aria_text cwm emu3 emu3_text_model ernie4_5 granitemoeshared helium internlm3 iquestcoder "
-     "solar_open telechat3 hyperclovax granite_swa granitemoe_swa ministral kolibri1 laguna flint "
-     "diffllama", stacked, Traits()),
+     "solar_open telechat3 ministral diffllama", stacked, Traits()),
+    ("granite_swa granitemoe_swa", stacked, Traits(sinks=True)),
+    ("hyperclovax", stacked, Traits(norms=4)),
+    ("kolibri1", stacked, Traits(norms=4, qk_norm="head")),
+    ("beam", stacked, Traits(norms=4, qk_norm="head", gate="element")),
+    ("laguna", stacked, Traits(qk_norm="head", gate="head")),
+    ("flint", stacked, Traits(qk_norm="head", sinks=True)),
+    ("modernbert-decoder", stacked,
+     Traits(outer_norms=3, head="bias", tied=True, more=rare.dense_head)),
     ("qwen2 qwen2_5_vl_text qwen2_vl_text mimo", stacked, Traits(qkv_bias=True, out_bias=False)),
     (
         "qwen2_moe",
@@ -64,7 +72,7 @@ _FAMILIES: tuple[tuple[str, Layers, Traits], ...] = (
     ("exaone4 dots1 exaone_moe hy_v3 mellum hunyuan_v1_dense hunyuan_v1_moe", stacked,
      Traits(qk_norm="head")),
     ("glm4_moe", stacked, Traits(qk_norm="head", out_bias=False, mtp="embeds")),
-    ("minimax_m3 minimax_m3_text minimax_m3_vl", stacked, Traits(qk_norm="head")),
+    ("minimax_m3 minimax_m3_text minimax_m3_vl minimax_m3_vl_text", stacked, Traits(qk_norm="head")),
     ("step3p5 step3p7", stacked, Traits(qk_norm="head", gate="head")),
     (
         "deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa kimi_k2 glm4_moe_lite kimi_linear axk1",
@@ -128,19 +136,32 @@ _FAMILIES: tuple[tuple[str, Layers, Traits], ...] = (
     ("bigbird_pegasus", stacked, _DECODER._replace(ties=False, biases=None, qkv_bias=False, out_bias=False,
                                                    mlp_bias=True)),
     ("bert ernie camembert data2vec-text xlm-roberta roberta", stacked, _BERT),
-    ("big_bird", stacked, _BERT._replace(extra=rare.pooler)),
-    ("roc_bert", stacked, _BERT._replace(extra=rare.pronunciation)),
-    ("roformer", stacked, _BERT._replace(positions=None, extra=rare.rotations,
+    ("big_bird", stacked, _BERT._replace(more=rare.pooler)),
+    ("roc_bert", stacked, _BERT._replace(more=rare.pronunciation)),
+    ("roformer", stacked, _BERT._replace(positions=None, more=rare.rotations,
                                          embedding_width="embedding_size")),
     ("xmod", rare.xmod, _BERT),
     ("jetmoe", rare.jetmoe, _TIED),
-    ("moshi", rare.moshi, Traits(extra=rare.padding_row)),
+    ("moshi", rare.moshi, Traits(decodes=True, more=rare.padding_row)),
     ("doge", rare.doge, Traits(qk_norm="head")),
     ("bitnet", rare.bitnet, Traits()),
     ("gemma3n_text", rare.gemma3n,
-     Traits(norms=4, qk_norm="head", tied=True, extra=rare.altup)),
+     Traits(norms=4, qk_norm="head", tied=True, more=rare.altup)),
     ("hrm_text", rare.hrm, Traits(norms=0, outer_norms=0, gate="element")),
-    ("cpmant", stacked, Traits(ties=False, extra=rare.prompts)),
+    ("youtu minicpm3", stacked, _TIED),
+    ("olmo_hybrid", stacked, Traits(qk_norm="row")),
+    ("lfm3", stacked, Traits(norms=4, qk_norm="head", gate="head", tied=True,
+                             feed_forward="feed_forward")),
+    ("recurrent_gemma", mixed.recurrent_gemma, _TIED),
+    ("rwkv", mixed.rwkv4, Traits(norm_bias=True)),
+    ("xlstm", mixed.xlstm, Traits()),
+    ("mllama_text_model", mixed.mllama, Traits(more=mixed.image_rows)),
+    ("longcat_flash", mixed.longcat, Traits(norms=4)),
+    ("dbrx", mixed.dbrx, Traits()),
+    ("musicgen_decoder musicgen_melody_decoder", stacked,
+     _DECODER._replace(biases=None, positions=None, ties=False, more=mixed.codebooks)),
+    ("prophetnet", mixed.prophetnet, _DECODER._replace(more=mixed.ngrams)),
+    ("cpmant", stacked, Traits(ties=False, more=rare.prompts)),
     ("megatron-bert xlm-roberta-xl", stacked, _BERT),
     ("roberta-prelayernorm", stacked, _BERT._replace(outer_norms=2)),
     ("bert-generation", stacked, _BERT._replace(head="bias")),
@@ -153,5 +174,5 @@ FAMILIES: dict[str, tuple[Layers, Traits]] = {
 }
 """For each model type, the function that lists its layers' tensors, and its traits."""
 
-UNVERIFIED = frozenset(("rwkv7", "mimo", "nemotron-nas", "deci", "mimo_v2"))
+UNVERIFIED = frozenset(("rwkv7", "mimo", "nemotron-nas", "deci", "mimo_v2", "longcat_flash"))
 """Model types whose counts were not checked against another implementation."""

@@ -32,8 +32,8 @@ def before_layers(text: Text) -> list[Tensor]:
     if traits.head == "bert":
         types = config.natural("type_vocab_size")
         tensors.append(Tensor("norm", "token_type_embeddings", types, width))
-    if traits.extra is not None:
-        tensors += traits.extra(text)
+    if traits.more is not None:
+        tensors += traits.more(text)
     if width != text.hidden:
         tensors += linear("mlp", "project_in", text.hidden, width, bias=traits.head == "bert")
     return tensors
@@ -61,6 +61,7 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
 def tied(root: Config, text: Config, traits: Traits) -> bool:
+    """Return whether lm_head shares the embedding's weights."""
     if not traits.ties:
         return False
     for config in (text, root):

@@ -85,9 +85,11 @@ def gemma3n(text: Text) -> Iterator[list[Tensor]]:
         if not caches:
             theirs = ("k_proj", "v_proj", "k_norm")
             attention = [tensor for tensor in attention if not tensor.name.endswith(theirs)]
-        width = config.per_layer("intermediate_size", text.depth)[index] if isinstance(
-            widths, list
-        ) else config.count("intermediate_size")
+        width = (
+            config.per_layer("intermediate_size", text.depth)[index]
+            if isinstance(widths, list)
+            else config.count("intermediate_size")
+        )
         yield [*text.norms(), *attention, *mlp(config, width=width), *added]
 
 
@@ -152,3 +154,8 @@ def prompts(text: Text) -> list[Tensor]:
         Tensor("embedding", "segment_embedding, prompts", segments + prompted, text.hidden),
         Tensor("attention", "relative_attention_bias", buckets, heads, parts=heads),
     ]
+
+
+def dense_head(text: Text) -> list[Tensor]:
+    """Return the matrix before ModernBERT's lm_head."""
+    return linear("mlp", "lm_head.dense", text.hidden, text.hidden)
