@@ -177,7 +177,8 @@ class Weights:
         stages[0] += _held(self.first, tp, ep)
         stages[-1] += _held(self.last, tp, ep)
         if self.tied and len(stages) > 1:  # the last stage uses the embedding as its lm_head
-            stages[-1] += _held([x for x in self.first if x[0].kind == "embedding"], tp, ep)
+            rows = [x for x in self.first if x[0].kind == "embedding" and x[0].parts > 1]
+            stages[-1] += _held(rows, tp, ep)
         if mtp:
             stages[-1] += _held(self.predictors, tp, ep)
         return round(max(stages) * self._scale)
@@ -222,7 +223,7 @@ def _held(stored: Sequence[Stored], tp: int, ep: int) -> float:
     """Return the bytes of weights on one rank, with the vocabulary padded as in vLLM."""
     total = 0.0
     for tensor, format_ in stored:
-        if tensor.kind in ("embedding", "lm_head"):
+        if tensor.kind in ("embedding", "lm_head") and tensor.parts > 1:
             unit = VOCABULARY_MULTIPLE * tp
             rows = -(-tensor.rows // unit) * VOCABULARY_MULTIPLE
             total += format_.bytes_of(tensor._replace(rows=rows))

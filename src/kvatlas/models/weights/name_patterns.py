@@ -16,7 +16,8 @@ class NamePatterns:
 
     Before matching, wrapper prefixes such as `model.` are removed from the patterns, and module
     names that differ between families are unified (`ffn` becomes `mlp`). If `inside` is
-    true, the name of a module also matches all tensors inside the module.
+    true, the name of a module also matches all tensors inside the module. `unread` lists the
+    patterns that match nothing, because they are invalid or could take long.
 
     >>> patterns = NamePatterns(["lm_head", "model.layers.0.self_attn*", "re:.*experts.*"])
     >>> names = ("layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj", "layers.1.mlp.experts.0")
@@ -24,7 +25,7 @@ class NamePatterns:
     [True, False, True]
     """
 
-    __slots__ = ("_exact", "_expression", "_inside", "_words")
+    __slots__ = ("_exact", "_expression", "_inside", "_words", "unread")
 
     def __init__(self, patterns: Iterable[Any], *, inside: bool = False) -> None:
         self._inside = inside
@@ -32,7 +33,9 @@ class NamePatterns:
         plain_names = [text for text in texts if not _WILD.search(text)]
         self._exact = frozenset(_level(text) for text in plain_names)
         self._words = frozenset(text for text in plain_names if "." not in text)
-        parts = [_expression(text) for text in texts if _WILD.search(text)]
+        wild = {text: _expression(text) for text in texts if _WILD.search(text)}
+        parts = [part for part in wild.values() if part]
+        self.unread = tuple(text for text, part in wild.items() if not part)
         self._expression = re.compile("|".join(parts)) if parts else None
 
     def match(self, name: str) -> bool:
@@ -65,7 +68,7 @@ def _level(name: str) -> str:
 
 
 def _expression(pattern: str) -> str:
-    """Return a pattern as a regular expression; a pattern that could be slow matches nothing."""
+    """Return a pattern as a regular expression; empty if it is invalid or could be slow."""
     if pattern.startswith("re:"):
         expression = pattern[3:]
     else:
@@ -73,9 +76,9 @@ def _expression(pattern: str) -> str:
         level = re.escape(_level(pattern))
         expression = level.replace(r"\*", ".*").replace(r"\?", ".") + end
     if expression.count("*") > 6 or not _SAFE.fullmatch(expression):
-        return "(?!)"
+        return ""
     try:
         re.compile(expression)
     except re.error:
-        return "(?!)"
+        return ""
     return f"(?:{expression})"

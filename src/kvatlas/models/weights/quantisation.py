@@ -98,6 +98,12 @@ def quantisation(root: Config, text: Config, warnings: list[str]) -> Quantisatio
             f"unknown quantisation {method!r} in the checkpoint: assuming 16 bits; "
             "pass weights_dtype to select a format"
         )
+    elif made.ignored and made.ignored.unread:
+        unread = made.ignored.unread
+        warnings.append(
+            f"{len(unread)} patterns of unquantised tensors cannot be read, such as "
+            f"{unread[0][:60]!r}: assuming that those tensors are quantised"
+        )
     return made
 
 
