@@ -19,7 +19,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ENGINE_LAYOUTS
 from kvatlas.geometry.integers import positive
 from kvatlas.models import GPUS, Model, catalogue, find_gpus
-from kvatlas.models.weights import NAMED_FORMATS
+from kvatlas.models.weights.formats import NAMED_FORMATS
 from kvatlas.planning import BACKENDS, Fit, Fitting, Plan, Policy, plan
 from kvatlas.planning.fitting import given_topology
 from kvatlas.specs import ATTENTION_CACHES, LATENT_CACHES

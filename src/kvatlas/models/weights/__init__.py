@@ -1,7 +1,6 @@
 """Weights: a model's parameters and bytes, counted from its config, in total and per rank."""
 
 from kvatlas.models.weights.counted import ClassTotal, Weights
-from kvatlas.models.weights.formats import NAMED_FORMATS
 from kvatlas.models.weights.tensor import Tensor, TensorClass
 
-__all__ = ["NAMED_FORMATS", "ClassTotal", "Tensor", "TensorClass", "Weights"]
+__all__ = ["ClassTotal", "Tensor", "TensorClass", "Weights"]
