@@ -136,7 +136,7 @@ def _method(method: str, section: Config) -> Format | None:
     algorithm = (section.text("quant_algo") or method).lower()
     block = section.listing("weight_block_size") or ()
     if method == "fp8" and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
-        return blocks_of(*block)
+        return blocks_of(block[0], block[1])
     if method in ("awq", "gptq", "auto-round", "awq_marlin", "gptq_marlin"):
         bits = section.count("bits", "w_bit", default=4)
         group = section.get("group_size", "q_group_size")
@@ -220,7 +220,7 @@ def _strategy(weights: Config, packing: str) -> Format:
         bits = max(bits, 8)
     block = weights.listing("block_structure") or ()
     if len(block) == 2 and all(type(n) is int and n > 0 for n in block):
-        return blocks_of(*block, name, bits)
+        return blocks_of(block[0], block[1], name, bits)
     if group:
         # Groups of floats (nvfp4, mxfp4, mxfp8) have 8-bit scales; integers have 16-bit scales.
         scale = 8 if kind == "float" else 16
@@ -278,7 +278,7 @@ def _quark_format(layer: Config | None) -> Format | None:
     if not bits:
         return None
     if len(block) == 2 and all(type(n) is int and n > 0 for n in block):
-        return blocks_of(*block, name, bits)
+        return blocks_of(block[0], block[1], name, bits)
     if scheme == "per_group" or size:
         scale = 8 if name.startswith("fp") else 16
         scale += 0 if tensor.flag("symmetric", default=True) else bits

@@ -28,6 +28,19 @@ def jetmoe(text: Text) -> Iterator[list[Tensor]]:
         yield [*text.norms(), *attention, *parts, *wide]
 
 
+def hunyuan_moe(text: Text) -> Iterator[list[Tensor]]:
+    """Yield the tensors of each HunYuan MoE layer; an MLP is as wide as each of its experts."""
+    config, hidden = text.config, text.hidden
+    given = config.get("num_experts")
+    numbers = given if isinstance(given, list) else [config.count("num_experts")] * text.depth
+    shared = mlp(config, kind="shared_experts", name="mlp.shared_experts")
+    for index, (caches, number) in enumerate(zip(text.caches, numbers, strict=True)):
+        mixed = [t for spec in caches for t in mixer(text, spec, index)]
+        wide = mlp(config, kind="experts", name="mlp.experts.0", copies=number)
+        gate = linear("router", "mlp.gate.wg", number, hidden)
+        yield [*text.norms(), *mixed, *gate, *wide, *shared]
+
+
 def moshi(text: Text) -> Iterator[list[Tensor]]:
     """Yield the tensors of each Moshi layer; `ffn_dim` is the width of gate and up together."""
     width = text.config.count("ffn_dim") // 2
