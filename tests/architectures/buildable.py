@@ -28,6 +28,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6},
     # transformers makes a cache with one entry per encoder layer.
     "blenderbot": {"decoder_layers": 2},
+    # The hidden size is no multiple of the default number of heads.
+    "glm4_moe": _HEAD,
     "hunyuan_v1_dense": _HEAD,
     "hunyuan_v1_moe": _HEAD,
     # One token per expert, as the meta device answers: 7 tokens, each for 2 experts.

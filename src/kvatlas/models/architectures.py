@@ -18,6 +18,7 @@ from kvatlas.models import dense, hybrids, latent, mamba
 from kvatlas.models.config import QUERY_HEADS, Config
 from kvatlas.models.decoder import Decoder
 from kvatlas.models.layer import Layer
+from kvatlas.models.not_decoders import refuse_without_decoder
 
 Reader = Callable[[Decoder], Iterator[Layer]]
 
@@ -71,13 +72,17 @@ _FAMILIES: tuple[Family, ...] = (
     Family(_full_every(4), "Olmo3ForCausalLM olmo3 Exaone4ForCausalLM exaone4"),
     Family(dense.cohere, "Cohere2ForCausalLM cohere2"),
     Family(dense.llama4, "Llama4ForCausalLM llama4_text"),
-    Family(dense.gemma4, "Gemma4ForCausalLM gemma4_text"),
+    Family(
+        dense.gemma4,
+        "Gemma4ForCausalLM gemma4_text Gemma4UnifiedForCausalLM gemma4_unified_text",
+    ),
     Family(dense.mimo, "MiMoV2FlashForCausalLM MiMoV2ForCausalLM mimo_v2_flash mimo_v2"),
     Family(dense.step, "Step3p5ForCausalLM step3p5 Step3p7FlashForCausalLM step3p7"),
     Family(dense.pruned, "DeciLMForCausalLM nemotron-nas deci"),
     Family(
         dense.block_sparse,
-        "MiniMaxM3ForCausalLM MiniMaxM3SparseForCausalLM minimax_m3 minimax_m3_text",
+        "MiniMaxM3ForCausalLM MiniMaxM3SparseForCausalLM minimax_m3 minimax_m3_text "
+        "MiniMaxM3VLForCausalLM minimax_m3_vl_text",
     ),
     Family(dense.falcon, "FalconForCausalLM falcon", "transformer.h", "self_attention.attn"),
     Family(dense.dense, "BloomForCausalLM bloom", "transformer.h", "self_attention.attn"),
@@ -95,17 +100,42 @@ _FAMILIES: tuple[Family, ...] = (
         attention="attention.attn",
     ),
     Family(dense.dense, "OPTForCausalLM opt", "model.decoder.layers"),
+    # The decoders of encoder-decoder models, used alone: they have no cross-attention then.
+    Family(
+        dense.dense,
+        "BartForCausalLM BigBirdPegasusForCausalLM BlenderbotForCausalLM "
+        "BlenderbotSmallForCausalLM MarianForCausalLM MBartForCausalLM MvpForCausalLM "
+        "PegasusForCausalLM PLBartForCausalLM ProphetNetForCausalLM TrOCRForCausalLM "
+        "XGLMForCausalLM",
+        "model.decoder.layers",
+    ),
+    Family(dense.gpt_neo, "GPTNeoForCausalLM gpt_neo", "transformer.h", "attn.attn"),
+    Family(dense.multi_query, "GPTBigCodeForCausalLM gpt_bigcode", "transformer.h", "attn.attn"),
+    Family(dense.expanded_latent, "MiniCPM3ForCausalLM minicpm3"),
+    Family(dense.cross_attending, "MllamaForCausalLM mllama_text_model"),
+    Family(latent.doubled_latent, "LongcatFlashForCausalLM longcat_flash"),
+    Family(latent.mixed_latent, "Dots3NoteForCausalLM dots3_note_text"),
     Family(
         latent.latent,
         "DeepseekV2ForCausalLM deepseek_v2 DeepseekV3ForCausalLM deepseek_v3 kimi_k2 "
         "Glm4MoeLiteForCausalLM glm4_moe_lite AXK1ForCausalLM axk1 PanguUltraMoEForCausalLM "
-        "pangu_ultra_moe",
+        "pangu_ultra_moe YoutuForCausalLM youtu MistralLarge3ForCausalLM",
     ),
     Family(
-        latent.sparse_latent, "DeepseekV32ForCausalLM deepseek_v32 GlmMoeDsaForCausalLM glm_moe_dsa"
+        latent.sparse_latent,
+        "DeepseekV32ForCausalLM deepseek_v32 GlmMoeDsaForCausalLM glm_moe_dsa HYV4ForCausalLM "
+        "hy_v4 AXK2ForCausalLM axk2",
     ),
     Family(latent.compressed, "DeepseekV4ForCausalLM deepseek_v4"),
     Family(hybrids.delta_net, "Qwen3NextForCausalLM qwen3_next"),
+    Family(hybrids.olmo_delta_net, "OlmoHybridForCausalLM olmo_hybrid"),
+    Family(hybrids.indexed_delta_net, "Qwen4ExpForCausalLM qwen4_exp_text"),
+    Family(
+        hybrids.bailing_delta,
+        "BailingHybridForCausalLM BailingMoeV3ForCausalLM bailing_hybrid",
+        attention="self_attn",
+    ),
+    Family(hybrids.gated_linear_recurrence, "RecurrentGemmaForCausalLM recurrent_gemma"),
     Family(
         partial(hybrids.delta_net, dtype_key="mamba_ssm_dtype"),
         "Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM qwen3_5_text qwen3_5_moe_text",
@@ -117,7 +147,7 @@ _FAMILIES: tuple[Family, ...] = (
         "MiniMaxText01ForCausalLM MiniMaxM1ForCausalLM MiniMaxForCausalLM minimax_text_01 "
         "minimax_m1 minimax",
     ),
-    Family(hybrids.short_conv, "Lfm2ForCausalLM lfm2 Lfm2MoeForCausalLM lfm2_moe"),
+    Family(hybrids.short_conv, "Lfm2ForCausalLM lfm2 Lfm2MoeForCausalLM lfm2_moe Lfm3ForCausalLM lfm3"),
     Family(hybrids.rwkv, "RWKV7ForCausalLM rwkv7"),
     Family(
         hybrids.whisper,
@@ -131,6 +161,7 @@ _FAMILIES: tuple[Family, ...] = (
     Family(mamba.jamba, "JambaForCausalLM jamba", attention="attn"),
     Family(mamba.side_by_side, "FalconH1ForCausalLM falcon_h1", attention="attn"),
     Family(mamba.zamba, "Zamba2ForCausalLM zamba2"),
+    Family(mamba.zamba1, "ZambaForCausalLM zamba"),
     Family(
         mamba.mamba_alone,
         "MambaForCausalLM mamba FalconMambaForCausalLM falcon_mamba",
@@ -156,17 +187,6 @@ PREFIXES = {
 }
 """Prefixes of the text model's layer names in multimodal wrappers, if not `language_model.`."""
 
-# A multimodal config may omit values that equal the defaults of its text model's config class.
-_DEFAULTS: dict[str, dict[str, int]] = {
-    "gemma3_text": {
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 131072,
-    },
-    "llama": {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32},
-}
-
 # Config keys that match this pattern indicate caches other than plain K and V.
 _SIGNS = re.compile(
     r"lora_rank|ssm|mamba|linear_|conv_|_conv|compress|index_|indexer|rwkv|recurrent|lightning"
@@ -187,23 +207,13 @@ def find_family(config: Config, *candidates: str | None) -> Family | None:
     return family
 
 
-def with_defaults(config: Config, model_type: str | None, warnings: list[str]) -> Config:
-    """Return a text model's config with missing values set to the defaults of `model_type`.
-
-    `warnings` receives a message for each value that is filled in.
-    """
-    defaults = _DEFAULTS.get(model_type or "", {})
-    absent = {name: value for name, value in defaults.items() if not config.has(name)}
-    warnings += [f"{name} is missing: using the default, {value}" for name, value in absent.items()]
-    return config.under(absent)
-
-
 def plain_family(config: Config, architecture: str, warnings: list[str]) -> Family:
     """Return the family of plain decoders, for a config whose architecture is unknown.
 
     Raises an error if the config does not look like a plain decoder. `warnings` receives a
     message for each assumption.
     """
+    refuse_without_decoder(config, architecture)
     signs = sorted(key for key in config.filled_keys() if _SIGNS.search(key))
     needed = {
         "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),

@@ -15,8 +15,29 @@ from kvatlas.errors import AtlasError, Code
 MOST_LAYERS = 4096
 """Limit on decoder layers, well above any real model."""
 
-QUERY_HEADS = ("decoder_attention_heads", "num_attention_heads", "n_head", "n_heads")
+QUERY_HEADS = (
+    "decoder_attention_heads", "num_decoder_attention_heads", "num_attention_heads", "n_head",
+    "n_heads", "attention_heads",
+)  # fmt: skip
 """Config keys for the number of query heads."""
+
+DEPTH = (
+    "decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers",
+    "num_layers",
+)  # fmt: skip
+"""Config keys for the number of decoder layers."""
+
+HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
+"""Config keys for the hidden size."""
+
+KEY_HEADS = (
+    "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num",
+    "num_attention_groups",
+)  # fmt: skip
+"""Config keys for the number of KV heads."""
+
+HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels", "hidden_size_per_head", "dim_head")
+"""Config keys for the head size."""
 
 _LARGEST = 2**40
 
@@ -31,15 +52,40 @@ class Config:
     ['full_attention', 'full_attention']
     """
 
-    __slots__ = ("_values",)
+    __slots__ = ("_read", "_values")
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], read: set[str] | None = None) -> None:
         self._values = values
+        self._read: set[str] = set() if read is None else read
 
     def under(self, defaults: Mapping[str, Any]) -> Config:
         """Return the config with `defaults` filled in for missing and null values."""
         given = {key: value for key, value in self._values.items() if value is not None}
-        return Config({**defaults, **given})
+        return Config({**defaults, **given}, self._read)
+
+    def completed(self, defaults: Mapping[str, Any]) -> Config:
+        """Return the config with `defaults` filled in for missing keys; null values remain."""
+        return Config({**defaults, **self._values}, self._read)
+
+    def contains(self, *names: str) -> bool:
+        """Return whether any key in `names` is present, even if its value is null."""
+        return any(name in self._values for name in names)
+
+    def was_read(self, name: str) -> bool:
+        """Return whether a getter has been asked for key `name`."""
+        return name in self._read
+
+    def settled(self, *names: str) -> None:
+        """Record that the keys `names` do not change the caches, because others decide."""
+        self._read.update(names)
+
+    def unread_keys(self) -> list[str]:
+        """Return the filled keys that no getter has been asked for."""
+        return [key for key in self.filled_keys() if key not in self._read]
+
+    def _value(self, name: str) -> Any:
+        self._read.add(name)
+        return self._values.get(name)
 
     def filled_keys(self) -> list[str]:
         """Return the keys whose values are neither null, false, zero nor empty."""
@@ -48,7 +94,7 @@ class Config:
     def get(self, *names: str) -> Any:
         """Return the value of the first key in `names` that is present and not null, or None."""
         for name in names:
-            value = self._values.get(name)
+            value = self._value(name)
             if value is not None:
                 return value
         return None
@@ -74,7 +120,7 @@ class Config:
         Raises an error if the value is not an integer of at least 1.
         """
         for name in names:
-            value = self._values.get(name)
+            value = self._value(name)
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
@@ -92,11 +138,11 @@ class Config:
 
     def size(self, name: str) -> int | None:
         """Return the integer under key `name`; None if it is missing, null or 0."""
-        return None if self._values.get(name) in (None, 0) else self.count(name)
+        return None if self._value(name) in (None, 0) else self.count(name)
 
     def natural(self, name: str, *, default: int = 0) -> int:
         """Return the integer under key `name`, which must not be negative; `default` if missing."""
-        value = self._values.get(name)
+        value = self._value(name)
         return value if value == 0 and type(value) is int else self.count(name, default=default)
 
     def flag(self, name: str, *, default: bool = False) -> bool:
@@ -165,8 +211,7 @@ class Config:
     def depth(self) -> int:
         """Return the number of decoder layers, without MTP layers."""
         # Whisper's num_hidden_layers counts encoder layers, so decoder_layers comes first.
-        names = ("decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers")
-        depth = self.maybe(*names)
+        depth = self.maybe(*DEPTH)
         if depth is None:
             # Nemotron-3 has no such key; count the entries of its layer pattern.
             blocks = self.get("layers_block_type", "hybrid_override_pattern")
@@ -192,17 +237,16 @@ class Config:
 
     def hidden(self) -> int:
         """Return the hidden size."""
-        return self.count("hidden_size", "n_embd", "d_model", "dim")
+        return self.count(*HIDDEN)
 
     def key_heads(self) -> int:
         """Return the number of KV heads; defaults to the number of query heads."""
-        names = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
-        return self.maybe(*names, "num_attention_groups") or self.query_heads()
+        return self.maybe(*KEY_HEADS) or self.query_heads()
 
     def head_dim(self) -> int:
         """Return the head size; defaults to hidden size / query heads."""
-        names = ("head_dim", "attention_head_dim", "kv_channels", "hidden_size_per_head")
-        return self.maybe(*names) or self.quotient(self.hidden(), self.query_heads(), "head_dim")
+        own = self.maybe(*HEAD_DIM)
+        return own or self.quotient(self.hidden(), self.query_heads(), "head_dim")
 
     @staticmethod
     def quotient(width: int, parts: int, name: str) -> int:

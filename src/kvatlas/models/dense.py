@@ -82,7 +82,12 @@ def mimo(decoder: Decoder) -> Iterator[Layer]:
     `attention_chunk_size`: no layer is chunked.
     """
     config = decoder.config
-    pattern = config.per_layer("hybrid_layer_pattern", config.depth())
+    kinds: list[Kind]
+    if config.has("hybrid_layer_pattern"):
+        pattern = config.per_layer("hybrid_layer_pattern", config.depth())
+        kinds = ["sliding" if flag else "full" for flag in pattern]
+    else:
+        kinds = attention_kinds(config, every=6)
     sliding: Sizes = {
         "heads": config.maybe("swa_num_key_value_heads"),
         "head_dim": config.maybe("swa_head_dim"),
@@ -91,7 +96,7 @@ def mimo(decoder: Decoder) -> Iterator[Layer]:
     }
     return dense(
         decoder,
-        kinds=["sliding" if flag else "full" for flag in pattern],
+        kinds=kinds,
         sizes={"full": {"v_dim": config.maybe("v_head_dim")}, "sliding": sliding},
     )
 
@@ -140,6 +145,8 @@ def falcon(decoder: Decoder) -> Iterator[Layer]:
     """
     config = decoder.config
     single = config.flag("multi_query") and not config.flag("new_decoder_architecture")
+    if single:
+        config.settled("num_kv_heads")
     return decoder.every_layer(decoder.attention(heads=1 if single else None))
 
 
@@ -148,16 +155,71 @@ def dbrx(decoder: Decoder) -> Iterator[Layer]:
     section = decoder.config.section("attn_config")
     if section is None:
         raise missing("attn_config")
+    decoder.config.settled("num_key_value_heads")
     return decoder.every_layer(decoder.attention(heads=section.count("kv_n_heads", default=1)))
 
 
 def block_sparse(decoder: Decoder) -> Iterator[Layer]:
     """Yield the caches of MiniMax-M3: attention in every layer, indexer keys in sparse layers."""
-    section, depth = decoder.config.section("sparse_attention_config"), decoder.depth
-    marks = section.per_layer("sparse_attention_freq", depth) if section else [0] * depth
-    spec = decoder.attention()
+    config, depth, spec = decoder.config, decoder.depth, decoder.attention()
+    section = config.section("sparse_attention_config")
+    if section is not None:
+        marks = section.per_layer("sparse_attention_freq", depth)
+        size = section.count("sparse_index_dim") if any(marks) else 0
+    else:
+        marks, size = _sparse_layers(config), config.count("index_head_dim", default=128)
+    config.settled("layer_types")
     for index, mark in enumerate(marks):
-        if section is not None and mark:
-            keys = Indexer(head_dim=section.count("sparse_index_dim"), cache="bf16")
+        if mark:
+            keys = Indexer(head_dim=size, cache="bf16")
             yield decoder.layer(index, keys, f"{decoder.attention_name}.index_cache")
         yield decoder.layer(index, spec)
+
+
+def _sparse_layers(config: Config) -> list[bool]:
+    """Return which layers have an indexer, from the layer types that transformers writes."""
+    if not config.has("layer_types"):
+        return [False] * config.depth()
+    words = config.per_layer("layer_types", config.depth(), extra=config.predictors())
+    for index, word in enumerate(words):
+        if word not in ("full_attention", "minimax_m3_sparse"):
+            hint = "Use full_attention or minimax_m3_sparse"
+            raise bad(f"Layer {index} has an unknown type", repr(word), hint)
+    return [word == "minimax_m3_sparse" for word in words]
+
+
+def gpt_neo(decoder: Decoder) -> Iterator[Layer]:
+    """Yield the caches of GPT-Neo, which keeps all tokens in local layers as well."""
+    config = decoder.config
+    heads = config.count("num_heads", "num_attention_heads")
+    head_dim = config.quotient(config.hidden(), heads, "num_heads")
+    config.settled("window_size")
+    return decoder.every_layer(decoder.attention(heads=heads, head_dim=head_dim))
+
+
+def multi_query(decoder: Decoder) -> Iterator[Layer]:
+    """Yield the caches of GPT-BigCode: one head for all queries if `multi_query` is set."""
+    single = decoder.config.flag("multi_query", default=True)
+    decoder.config.settled("num_key_value_heads")
+    return decoder.every_layer(decoder.attention(heads=1 if single else None))
+
+
+def expanded_latent(decoder: Decoder) -> Iterator[Layer]:
+    """Yield the caches of MiniCPM3: vLLM expands its latents, and pads V to the size of K."""
+    config = decoder.config
+    head_dim = config.count("qk_nope_head_dim") + config.count("qk_rope_head_dim")
+    config.settled("head_dim", "v_head_dim", "qk_head_dim", "num_key_value_heads", "kv_lora_rank")
+    spec = decoder.attention(heads=config.query_heads(), head_dim=head_dim)
+    return decoder.every_layer(spec)
+
+
+def cross_attending(decoder: Decoder) -> Iterator[Layer]:
+    """Yield the self-attention caches of Mllama; its cross-attention layers cache image rows.
+
+    The number of image rows is no part of the text model's config, so these are left out.
+    """
+    config, spec = decoder.config, decoder.attention()
+    crosses = config.indices("cross_attention_layers", decoder.depth)
+    for index in range(decoder.depth):
+        if index not in crosses:
+            yield decoder.layer(index, spec)

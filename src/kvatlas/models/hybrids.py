@@ -7,10 +7,11 @@ attention or short convolutions. Whisper's decoder also caches the encoder's row
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 from kvatlas.models.cache_dtypes import cached
-from kvatlas.models.config import missing
+from kvatlas.models.config import bad, missing
 from kvatlas.models.decoder import Decoder
 from kvatlas.models.latent import latent_attention
 from kvatlas.models.layer import Layer
@@ -18,8 +19,10 @@ from kvatlas.models.layer_patterns import CONVOLVES, block_kinds, hybrid_layers
 from kvatlas.specs import (
     CrossAttention,
     GatedDeltaNet,
+    Indexer,
     KimiDelta,
     LightningAttention,
+    Mamba1,
     Rwkv7,
     ShortConv,
 )
@@ -31,16 +34,112 @@ def delta_net(decoder: Decoder, *, dtype_key: str | None = None) -> Iterator[Lay
     For Qwen3.5, vLLM reads the dtype of recurrent states from the config key `dtype_key`.
     """
     config = decoder.config
-    recurrent = GatedDeltaNet(
+    recurrent = _gated_delta_net(decoder, config.text(dtype_key) if dtype_key else None)
+    return hybrid_layers(decoder, block_kinds(config), recurrent, "linear_attn")
+
+
+def _gated_delta_net(decoder: Decoder, ssm_dtype: str | None = None) -> GatedDeltaNet:
+    config = decoder.config
+    return GatedDeltaNet(
         key_heads=config.count("linear_num_key_heads"),
         value_heads=config.count("linear_num_value_heads"),
         key_dim=config.count("linear_key_head_dim"),
         value_dim=config.count("linear_value_head_dim"),
         kernel=config.count("linear_conv_kernel_dim", default=4),
         conv_dtype=decoder.conv_dtype,
-        ssm_dtype=decoder.ssm_dtype(config=config.text(dtype_key) if dtype_key else None),
+        ssm_dtype=decoder.ssm_dtype(config=ssm_dtype),
     )
+
+
+def olmo_delta_net(decoder: Decoder) -> Iterator[Layer]:
+    """Yield the caches of OLMo-Hybrid; its sizes default to shares of the hidden size."""
+    config = decoder.config
+    heads = config.count("linear_num_key_heads", default=config.query_heads())
+    key_dim = config.count("linear_key_head_dim", default=int(0.75 * config.hidden() / heads))
+    sizes = {
+        "linear_num_key_heads": heads,
+        "linear_num_value_heads": config.query_heads(),
+        "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": 2 * key_dim,
+        "full_attention_interval": 4,
+    }
+    config = config.under(sizes)
+    recurrent = _gated_delta_net(replace(decoder, config=config))
     return hybrid_layers(decoder, block_kinds(config), recurrent, "linear_attn")
+
+
+def indexed_delta_net(decoder: Decoder) -> Iterator[Layer]:
+    """Yield the caches of Qwen4-Exp: gated delta net, and attention with an indexer.
+
+    vLLM stores one indexer row for `indexer_compress_ratio` tokens.
+    """
+    config = decoder.config
+    if config.get("ple_layer_ids"):
+        raise bad(
+            "Per-layer embeddings with a convolution have caches that cannot be planned",
+            f"ple_layer_ids={config.get('ple_layer_ids')!r}",
+            "Plan a config without ple_layer_ids, and add their bytes",
+        )
+    config.settled("ple_conv_kernel_size", "heads_per_ngram", "number_of_conv_states")
+    config.settled("indexer_n_heads", "indexer_kv_heads", "indexer_budget")
+    attention, recurrent, keys = decoder.attention(), _gated_delta_net(decoder), None
+    if config.has("indexer_head_dim"):
+        size, ratio = config.count("indexer_head_dim"), config.count("indexer_compress_ratio")
+        keys = Indexer(head_dim=size, cache="bf16", compress=ratio)
+    for layer in hybrid_layers(decoder, _without_index(decoder), recurrent, "linear_attn"):
+        if layer.spec == attention and keys is not None:
+            yield decoder.layer(layer.index, keys, "self_attn.indexer.k_cache")
+        yield layer
+
+
+def _without_index(decoder: Decoder) -> list[str]:
+    config = decoder.config
+    kinds = block_kinds(config.completed({"full_attention_interval": 4}))
+    config.settled("layer_types")
+    return ["full_attention" if kind == "indexed_attention" else kind for kind in kinds]
+
+
+def bailing_delta(decoder: Decoder) -> Iterator[Layer]:
+    """Yield the caches of Bailing hybrids: KDA, and MLA in every `layer_group_size`-th layer."""
+    config, depth = decoder.config, decoder.depth
+    if config.has("layer_types"):
+        kinds = config.per_layer("layer_types", depth, extra=config.predictors())
+    else:
+        every = config.count("layer_group_size")
+        kinds = ["linear_attention" if (i + 1) % every else "attention" for i in range(depth)]
+    recurrent = KimiDelta(
+        heads=config.count("linear_num_heads", "num_attention_heads"),
+        head_dim=config.count("linear_head_dim", "head_dim"),
+        kernel=config.count("linear_conv_kernel_dim", "short_conv_kernel_size", default=4),
+        conv_dtype=decoder.conv_dtype,
+        ssm_dtype=decoder.ssm_dtype(default="fp32"),
+    )
+    config.settled("short_conv_kernel_size", "head_dim", "layer_group_size")
+    latent = partial(latent_attention, decoder)
+    return hybrid_layers(decoder, kinds, recurrent, "self_attn", attention=latent)
+
+
+def gated_linear_recurrence(decoder: Decoder) -> Iterator[Layer]:
+    """Yield the caches of RecurrentGemma: a gated linear recurrence, and sliding attention.
+
+    The recurrence stores one value per channel and the last inputs of a convolution, which is
+    the content of a Mamba-1 layer with a state size of 1.
+    """
+    config = decoder.config
+    recurrent = Mamba1(
+        inner=config.count("lru_width", default=config.hidden()),
+        state_size=1,
+        kernel=config.count("conv1d_width", default=4),
+        conv_dtype=decoder.conv_dtype,
+        ssm_dtype=decoder.ssm_dtype(default="fp32"),
+    )
+    window = config.count("attention_window_size", "sliding_window", default=2048)
+    pattern = config.listing("block_types") or ["recurrent", "recurrent", "attention"]
+    kinds = [pattern[i % len(pattern)] for i in range(decoder.depth)]
+    attention = partial(decoder.attention, "sliding", window=window)
+    return hybrid_layers(
+        decoder, kinds, recurrent, "temporal_block", attention=attention, recurs=("recurrent",)
+    )
 
 
 def kimi_delta(decoder: Decoder) -> Iterator[Layer]:

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 from kvatlas.models.cache_dtypes import cached
-from kvatlas.models.config import bad
+from kvatlas.models.config import Config, bad, missing
 from kvatlas.models.decoder import Decoder
 from kvatlas.models.dense import dense
 from kvatlas.models.layer import Layer
-from kvatlas.specs import AnySpec, Indexer, LatentAttention, compressed_latent
+from kvatlas.specs import (
+    AnySpec,
+    Indexer,
+    LatentAttention,
+    SlidingLatentAttention,
+    compressed_latent,
+)
 
 V4_RATIOS = (0, 4, 128)
+_V4_KINDS = {
+    "sliding_attention": 0,
+    "compressed_sparse_attention": 4,
+    "heavily_compressed_attention": 128,
+}
+"""transformers' layer types of DeepSeek-V4, and the compression of each."""
+
+# MLA stores one latent row for all heads, so the sizes of heads do not change its cache.
+_EXPANDED = (
+    "head_dim", "num_key_value_heads", "qk_head_dim", "qk_nope_head_dim", "v_head_dim",
+    "layer_types", "index_topk",
+)  # fmt: skip
 
 
 def latent(decoder: Decoder) -> Iterator[Layer]:
@@ -28,12 +46,64 @@ def latent_attention(decoder: Decoder, *, sparse: bool = False) -> LatentAttenti
     The rotary elements are cached even if the model does not rotate them.
     """
     config = decoder.config
+    config.settled(*_EXPANDED)
     spec = LatentAttention(
         latent=config.count("kv_lora_rank"),
         rope=config.count("qk_rope_head_dim"),
         dtype=decoder.dtype,
     )
     return cached(spec, decoder.cache, sparse=sparse)
+
+
+def doubled_latent(decoder: Decoder) -> Iterator[Layer]:
+    """Yield the caches of LongCat-Flash, whose layers have two MLA attentions each.
+
+    Checkpoints count such layers in `num_layers`; `num_hidden_layers` counts attentions.
+    """
+    config, spec = decoder.config, latent_attention(decoder)
+    depth = config.maybe("num_layers") or config.depth() // 2
+    for index in range(depth):
+        for part in (0, 1):
+            yield decoder.layer(index, spec, f"self_attn.{part}.attn")
+
+
+def mixed_latent(decoder: Decoder) -> Iterator[Layer]:
+    """Yield the caches of Dots3: sparse MLA in some layers, a sliding window of latents in others.
+
+    Checkpoints set other ranks for sliding layers in `swa_kv_lora_rank`, and transformers sets
+    them in `per_layer_config`.
+    """
+    config = decoder.config
+    full = latent_attention(decoder, sparse=True)
+    rank = config.count("swa_kv_lora_rank", default=full.latent)
+    rope = config.count("swa_qk_rope_head_dim", default=full.rope)
+    window = config.count("sliding_window", "sliding_window_size", default=512)
+    sliding = SlidingLatentAttention(latent=rank, rope=rope, dtype=full.dtype, window=window)
+    keys = Indexer(head_dim=config.count("index_head_dim"))
+    for index, kind in enumerate(_mixed_kinds(decoder)):
+        if kind == "sliding_attention":
+            yield decoder.layer(index, cached(sliding, decoder.cache))
+            continue
+        if kind == "indexed_attention":
+            yield decoder.layer(index, keys, "self_attn.indexer.k_cache")
+        yield decoder.layer(index, full)
+
+
+def _mixed_kinds(decoder: Decoder) -> list[str]:
+    config, depth = decoder.config, decoder.depth
+    full = "indexed_attention" if config.flag("use_dsa", default=True) else "full_attention"
+    if config.has("layer_types"):
+        words = config.per_layer("layer_types", depth, extra=config.predictors())
+    elif not config.flag("use_sliding_window", default=True):
+        words = [full] * depth
+    else:
+        words = [full if i < 2 or i % 4 == 1 else "sliding_attention" for i in range(depth)]
+    known = ("sliding_attention", "indexed_attention", "full_attention")
+    for index, word in enumerate(words):
+        if word not in known:
+            hint = f"Use one of {', '.join(known)}"
+            raise bad(f"Layer {index} has an unknown type", repr(word), hint)
+    return words
 
 
 def sparse_latent(decoder: Decoder) -> Iterator[Layer]:
@@ -67,8 +137,9 @@ def _layers_that_choose(decoder: Decoder) -> list[bool]:
 
 def compressed(decoder: Decoder) -> Iterator[Layer]:
     """Yield the caches of DeepSeek-V4: window, compressed states, indexer keys, compressor sums."""
-    config, depth = decoder.config, decoder.depth
-    rows = config.per_layer("compress_ratios", depth, extra=max(1, config.predictors()))
+    config = decoder.config
+    config.settled("num_key_value_heads", "index_topk", "layer_types")
+    rows = _compress_ratios(decoder)
     cache = "fp8_ds_mla" if decoder.cache in ("auto", "fp8", "fp8_e4m3") else decoder.cache
     names = {
         "indexer": "attn.indexer.k_cache",
@@ -91,9 +162,30 @@ def compressed(decoder: Decoder) -> Iterator[Layer]:
                 cache=cache,
                 window=config.count("sliding_window"),
                 head_dim=config.count("head_dim"),
-                rope=config.count("qk_rope_head_dim"),
+                rope=config.maybe("qk_rope_head_dim") or _rotary_size(config),
                 index_dim=config.count("index_head_dim"),
             )
         for role, name in names.items():
             if role in caches[ratio]:
                 yield decoder.layer(index, cast(AnySpec, caches[ratio][role]), name)
+
+
+def _compress_ratios(decoder: Decoder) -> list[Any]:
+    """Return the ratio of each layer; transformers writes layer types and a ratio for each type."""
+    config, depth = decoder.config, decoder.depth
+    if config.has("compress_ratios") or not config.has("layer_types"):
+        return config.per_layer("compress_ratios", depth, extra=max(1, config.predictors()))
+    rates = {**_V4_KINDS, **(config.get("compress_rates") or {})}
+    words = config.per_layer("layer_types", depth, extra=max(1, config.predictors()))
+    for index, word in enumerate(words):
+        if word not in rates:
+            hint = f"Use one of {', '.join(_V4_KINDS)}"
+            raise bad(f"Layer {index} has an unknown type", repr(word), hint)
+    return [rates[word] for word in words]
+
+
+def _rotary_size(config: Config) -> int:
+    factor = config.get("partial_rotary_factor")
+    if not isinstance(factor, float) or not 0 < factor <= 1:
+        raise missing("qk_rope_head_dim")
+    return int(config.count("head_dim") * factor)

@@ -8,7 +8,7 @@ The functions here convert every form into a list with one word per layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 
 from kvatlas.models.config import Config, bad
 from kvatlas.models.decoder import Decoder, Kind
@@ -27,6 +27,12 @@ _ATTENDS = ("attention", "full_attention")
 _RECURS = ("mamba", "linear_attention")
 CONVOLVES = ("conv", "short_conv")
 
+# Once the kind of each layer is known, these keys have no other effect.
+_WINDOW_KEYS = (
+    "sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern",
+    "_sliding_window_pattern", "layer_types", "prefix_dense_sliding_window_pattern",
+)  # fmt: skip
+
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
 
@@ -40,6 +46,7 @@ def attention_kinds(config: Config, *, every: int | None = None) -> list[Kind]:
     ['sliding', 'sliding', 'full']
     """
     depth = config.depth()
+    config.settled(*_WINDOW_KEYS)
     if config.has("layer_types"):
         words = config.per_layer("layer_types", depth, extra=config.predictors())
         return [_kind(word) for word in words]
@@ -145,13 +152,16 @@ def hybrid_layers(
     `name`. Layers whose kind is in `without_cache` have no cache.
     """
     attends = cache(attention or decoder.attention)
+    slides = cache(partial(decoder.attention, "sliding"))
     for index, kind in enumerate(kinds):
         if kind in _ATTENDS:
             yield decoder.layer(index, attends())
+        elif kind == "sliding_attention":
+            yield decoder.layer(index, slides())
         elif kind in recurs:
             yield decoder.layer(index, recurrent, name)
         elif kind not in without_cache:
-            known = (*_ATTENDS, *recurs, *without_cache)
+            known = (*_ATTENDS, "sliding_attention", *recurs, *without_cache)
             raise bad(
                 f"Layer {index} has an unknown type", repr(kind), f"Use one of {', '.join(known)}"
             )

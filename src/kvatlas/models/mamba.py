@@ -115,6 +115,19 @@ def side_by_side(decoder: Decoder) -> Iterator[Layer]:
         yield Layer(name=f"{top}.{depth + index}.mixer", index=index, spec=mixer)
 
 
+def zamba1(decoder: Decoder) -> Iterator[Layer]:
+    """Yield the caches of Zamba: Mamba-1 in every layer, and attention in some layers as well."""
+    config, mixer = decoder.config, mamba1(decoder)
+    config.settled("n_mamba_heads", "attn_layer_offset", "attn_layer_period")
+    words = config.per_layer("layers_block_type", decoder.depth)
+    own = config.maybe("attention_head_dim")
+    attention = decoder.attention(head_dim=own or 2 * config.hidden() // config.query_heads())
+    for index, word in enumerate(words):
+        if word == "hybrid":
+            yield decoder.layer(index, attention)
+        yield decoder.layer(index, mixer, "mamba")
+
+
 def zamba(decoder: Decoder) -> Iterator[Layer]:
     """Yield the caches of Zamba-2: Mamba-2 in every layer, and attention in some layers.
 
@@ -131,6 +144,7 @@ def zamba(decoder: Decoder) -> Iterator[Layer]:
     blocks = config.count("num_mem_blocks", default=1)
     # Attention reads the hidden row concatenated with the embedding, hence the factor of 2.
     own = config.maybe("attention_head_dim")
+    config.settled("kv_channels")
     head_dim = own or 2 * config.hidden() // config.query_heads()
     attention = decoder.attention(head_dim=head_dim)
     for block in range(min(blocks, len(places))):

@@ -18,12 +18,16 @@ from msgspec.structs import replace
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import DType
-from kvatlas.models.architectures import PREFIXES, find_family, plain_family, with_defaults
+from kvatlas.models.architectures import PREFIXES, find_family, plain_family
 from kvatlas.models.cache_dtypes import cached, check_cache, checkpoint_cache
+from kvatlas.models.class_defaults import default_warnings, missing_defaults, other_key_heads
 from kvatlas.models.config import QUERY_HEADS, Config, bad
 from kvatlas.models.decoder import Decoder, Engine, StateDtypes
 from kvatlas.models.layer import Layer
+from kvatlas.models.not_decoders import refuse_by_name
+from kvatlas.models.per_layer_config import apply_per_layer
 from kvatlas.models.sources import Source, find_config
+from kvatlas.models.unread_keys import unread_warnings
 from kvatlas.specs import Indexer
 
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config", "language_model_config")
@@ -32,6 +36,7 @@ _LENGTHS = (
     "max_target_positions", "max_sequence_length",
 )  # fmt: skip
 _BY_ENGINE = StateDtypes()
+_DECISIVE = ("num_hidden_layers", "num_key_value_heads", "head_dim", "layer_types", "sliding_window")
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -132,8 +137,12 @@ def read_model(source: Source, states: StateDtypes = _BY_ENGINE, dtype: str | No
     nested = text is not root
     outer, inner = _architecture(root), _architecture(text)
     model_type = text.text("model_type")
+    refuse_by_name(model_type)
     if nested:
-        text = with_defaults(text, model_type, warnings)
+        _refuse_contradiction(root, text)
+    # Entries of the catalogue are reduced to the keys that matter, so nothing is missing there.
+    filled = {} if source.confidence else missing_defaults(text, model_type)
+    text = text.completed(filled)
     architecture = outer or inner or model_type or ""
     family = find_family(text, outer, inner, model_type, root.text("model_type"))
     family = family or plain_family(text, architecture, warnings)
@@ -146,22 +155,49 @@ def read_model(source: Source, states: StateDtypes = _BY_ENGINE, dtype: str | No
         layers=prefix + family.layers,
         attention_name=family.attention,
     )
+    layers = tuple(apply_per_layer(family.reader(decoder), text))
+    depth, max_len = decoder.depth, _longest(text)
+    heads = text.maybe(*QUERY_HEADS) or 0
+    warnings += default_warnings(text, filled)
+    if model_type is None and (note := other_key_heads(text, architecture)):
+        warnings.append(note)
+    warnings += unread_warnings(text)
     return Model(
         name=source.name or root.text("_name_or_path") or architecture,
         architecture=architecture,
-        layers=tuple(family.reader(decoder)),
-        depth=decoder.depth,
-        attention_heads=text.maybe(*QUERY_HEADS) or 0,
+        layers=layers,
+        depth=depth,
+        attention_heads=heads,
         # vLLM's gpt-oss divides its KV heads but never replicates them.
         repeats_heads=architecture != "GptOssForCausalLM",
         output_groups=text.maybe("o_groups"),
         dtype=decoder.dtype,
-        max_len=min((n for key in _LENGTHS if (n := text.maybe(key))), default=None),
+        max_len=max_len,
         cache=decoder.cache,
         source=source.origin,
         confidence=source.confidence,
         warnings=tuple(warnings),
     )
+
+
+def _longest(text: Config) -> int | None:
+    return min((n for key in _LENGTHS if (n := text.maybe(key))), default=None)
+
+
+def _refuse_contradiction(root: Config, text: Config) -> None:
+    """Raise an error if the outer config sets sizes of the text model that its own part denies.
+
+    transformers keeps unknown keys of a config that it saves, next to a text model with default
+    values: it cannot be known which of the two is right.
+    """
+    for key in _DECISIVE:
+        outer, inner = root.get(key), text.get(key)
+        if outer is not None and outer != inner and text.contains(key):
+            raise bad(
+                f"The config sets {key} twice, with different values",
+                f"{str(outer)[:60]} for the whole model, {str(inner)[:60]} for its text model",
+                "Use the config of the model's own repository, not one that was saved again",
+            )
 
 
 def text_of(root: Config) -> Config:

@@ -1,0 +1,68 @@
+"""Refuse configs of models that have no KV cache, or none that can be planned, by name."""
+
+from __future__ import annotations
+
+import re
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.models.class_defaults import recorded
+from kvatlas.models.config import Config
+
+_TASKS = re.compile(
+    r"For(MaskedLM|ImageClassification|MaskedImageModeling|ObjectDetection|.*Segmentation"
+    r"|SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|CTC"
+    r"|AudioClassification|AudioFrameClassification|VideoClassification|DepthEstimation|XVector"
+    r"|ZeroShot\w+|KeypointDetection|Retrieval|NextSentencePrediction|ImageToImage|TextEncoding)$"
+)
+
+REFUSED = {
+    "blt": "it is four models in one, whose caches grow with bytes and with patches",
+    "gemma4_assistant": "it is a draft model, which reads the caches of its target model",
+    "gemma4_unified_assistant": "it is a draft model, which reads the caches of its target model",
+    "inkling_text": "each layer keeps four convolution states next to K and V",
+    "inkling2_text": "each layer keeps convolution states next to K and V",
+    "reformer": "it caches hidden rows and hash buckets, and no K and V",
+    "rwkv": "it keeps the five state rows of RWKV-4; only RWKV-7 can be planned",
+    "xlm": "it has no cache",
+    "xlnet": "it caches hidden rows, and no K and V",
+    "xlstm": "it keeps the matrix memories of mLSTM layers, which cannot be planned",
+    "zaya": "each layer keeps convolution states of compressed attention next to K and V",
+}
+"""Model types with a known reason why they cannot be planned."""
+
+
+def refuse_by_name(model_type: str | None) -> None:
+    """Raise an error if models of this type are known to have no cache that can be planned."""
+    if model_type in REFUSED:
+        raise AtlasError(
+            Code.UNKNOWN_ARCHITECTURE,
+            "This model's caches cannot be planned",
+            got=f"model_type {model_type!r}: {REFUSED[model_type]}",
+            hint="Plan another model, or compute the bytes of its states by hand",
+        )
+
+
+def refuse_without_decoder(config: Config, architecture: str) -> None:
+    """Raise an error if an unknown config describes a model that generates no tokens.
+
+    These are encoders, vision and audio models, and diffusion models.
+    """
+    model_type = config.text("model_type") or ""
+    known = recorded()
+    kind = ""
+    if config.has("_class_name", "_diffusers_version"):
+        kind = "a diffusion model"
+    elif architecture not in known.model_types and (
+        model_type in known.without_decoder or _TASKS.search(architecture)
+    ):
+        kind = "an encoder, vision or audio model without a decoder"
+    if kind:
+        name = " ".join(
+            filter(None, (architecture or config.text("_class_name"), model_type and f"({model_type})"))
+        )
+        raise AtlasError(
+            Code.UNKNOWN_ARCHITECTURE,
+            f"This config describes {kind}, which has no KV cache",
+            got=name or "no architecture",
+            hint="Pass the config of a language model; of a multimodal model, pass the whole config",
+        )

@@ -1,0 +1,71 @@
+"""`per_layer_config`: the sizes of single layers, as transformers saves them since version 5.
+
+transformers keeps one value of a setting for the whole model, and lists the layers that differ in
+`per_layer_config`, by layer number. Gemma-4's full attention has fewer and larger heads, for
+example. A reader reads the values of the whole model, and the values here replace them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from kvatlas.models.config import Config, bad
+from kvatlas.models.layer import Layer
+from kvatlas.models.unread_keys import may_change_caches
+from kvatlas.specs import AnySpec, Attention, Indexer, LatentAttention
+
+_ATTENTION = {"num_key_value_heads": "heads", "head_dim": "head_dim", "v_head_dim": "v_dim"}
+_LATENT = {"kv_lora_rank": "latent", "qk_rope_head_dim": "rope"}
+_INDEXER = {"index_head_dim": "head_dim"}
+_NO_EFFECT = {"num_attention_heads", "qk_nope_head_dim"}
+
+
+def apply_per_layer(layers: Iterable[Layer], config: Config) -> Iterator[Layer]:
+    """Yield `layers` with the sizes in the config's `per_layer_config`.
+
+    Raises an error if a layer overrides a value that may change its cache in an unknown way.
+    """
+    section = config.section("per_layer_config")
+    if section is None:
+        yield from layers
+        return
+    overrides = {_layer_number(key): section.section(key) for key in section.filled_keys()}
+    for layer in layers:
+        own = overrides.get(layer.index)
+        yield layer if own is None else replace(layer, spec=_changed(layer, own))
+
+
+def _layer_number(key: str) -> int:
+    if not key.isdecimal():
+        hint = "Write layer numbers, such as 5, as the keys of per_layer_config"
+        raise bad("per_layer_config must be keyed by layer numbers", repr(key), hint)
+    return int(key)
+
+
+def _changed(layer: Layer, own: Config) -> AnySpec:
+    spec = layer.spec
+    if isinstance(spec, LatentAttention):
+        # MLA has no K and V heads, so their number and size do not change its rows.
+        names, no_effect = _LATENT, _NO_EFFECT | _ATTENTION.keys()
+    elif isinstance(spec, Attention):
+        names, no_effect = _ATTENTION, _NO_EFFECT
+    else:
+        names, no_effect = _INDEXER if isinstance(spec, Indexer) else {}, _NO_EFFECT
+    for key in own.filled_keys():
+        if key not in names and key not in no_effect and may_change_caches(key):
+            raise bad(
+                f"per_layer_config changes {key}, which may change the cache of a layer",
+                f"{own.get(key)!r} for layer {layer.index}, a {type(spec).__name__}",
+                "Plan the config with the release of the model's own repository",
+            )
+    changes: dict[str, Any] = {}
+    for key, name in names.items():
+        value = own.maybe(key)
+        if value is not None:
+            changes[name] = value
+    if changes.get("v_dim") == changes.get("head_dim", getattr(spec, "head_dim", None)):
+        changes.pop("v_dim", None)
+    return replace(spec, **changes)

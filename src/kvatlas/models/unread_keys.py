@@ -1,0 +1,50 @@
+"""Config keys that may change the caches, although no reader has read them.
+
+Models gain new settings with every release. A key whose name contains a word such as `head` or
+`window` may change what a layer caches, so a reader that does not read it must not be silent.
+"""
+
+from __future__ import annotations
+
+import re
+
+from kvatlas.models.config import Config
+
+_MAY_CHANGE = re.compile(r"(^|_)kv_|_kv(_|$)|head|window|layer_types|index|conv|state")
+
+# These keys change computations, weights, training or inputs, and no cache.
+_HARMLESS = re.compile(
+    r"^(lm_head|tie_|use_lm_head|output_hidden_states|initializer|head_wise|headwise|softmax|"
+    r"rope|rotary|partial_rotary|mrope|query_pre_attn|use_head|attn_head_scale|heads_per_ngram|"
+    r"indexer_rope|index_n_heads|index_topk|index_share|index_local|index_block|index_init|"
+    r"index_score|indexer_types|index_skip|swa_num_attention_heads|mlp_layer_types|"
+    r"mtp_.*layer_types|num_attention_heads|num_sliding_attention_heads|multimodal|is_encoder_"
+    r"|num_nextn|classifier|encoder_.*|num_encoder_.*|moe_.*|keep_window_size|vision_.*|audio_.*|head_act|hidden_states|attn_window_mask"
+    r"|cross_attention_hidden)"
+    r"|token_ind(ex|ices)|_token_id|drop|bias|(^|_)norm|_norm(_|$)|image|video|patch|pooling"
+    r"|head_type|ffn|experts?(_|$)|lm_head|conv_act|conv_use|head_scale|logit|deepstack"
+    r"|num_attention_heads_per_layer|first_layer_fusion|mhc|gate|checkpoint|intermediate"
+)
+
+
+def may_change_caches(key: str) -> bool:
+    """Return whether a config key of this name may change what a layer caches.
+
+    >>> may_change_caches("num_global_key_value_heads"), may_change_caches("hidden_act")
+    (True, False)
+    """
+    return bool(_MAY_CHANGE.search(key)) and not _HARMLESS.search(key)
+
+
+def unread_warnings(config: Config) -> list[str]:
+    """Return a warning for each key that may change the caches and was not read."""
+    return [
+        f"{key} was not read, and may change the caches: {_short(config.get(key))}"
+        for key in config.unread_keys()
+        if may_change_caches(key)
+    ]
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
