@@ -147,7 +147,9 @@ _FAMILIES: tuple[Family, ...] = (
         "MiniMaxText01ForCausalLM MiniMaxM1ForCausalLM MiniMaxForCausalLM minimax_text_01 "
         "minimax_m1 minimax",
     ),
-    Family(hybrids.short_conv, "Lfm2ForCausalLM lfm2 Lfm2MoeForCausalLM lfm2_moe Lfm3ForCausalLM lfm3"),
+    Family(
+        hybrids.short_conv, "Lfm2ForCausalLM lfm2 Lfm2MoeForCausalLM lfm2_moe Lfm3ForCausalLM lfm3"
+    ),
     Family(hybrids.rwkv, "RWKV7ForCausalLM rwkv7"),
     Family(
         hybrids.whisper,

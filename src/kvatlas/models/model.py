@@ -36,7 +36,13 @@ _LENGTHS = (
     "max_target_positions", "max_sequence_length",
 )  # fmt: skip
 _BY_ENGINE = StateDtypes()
-_DECISIVE = ("num_hidden_layers", "num_key_value_heads", "head_dim", "layer_types", "sliding_window")
+_DECISIVE = (
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "head_dim",
+    "layer_types",
+    "sliding_window",
+)
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -58,7 +58,9 @@ def refuse_without_decoder(config: Config, architecture: str) -> None:
         kind = "an encoder, vision or audio model without a decoder"
     if kind:
         name = " ".join(
-            filter(None, (architecture or config.text("_class_name"), model_type and f"({model_type})"))
+            filter(
+                None, (architecture or config.text("_class_name"), model_type and f"({model_type})")
+            )
         )
         raise AtlasError(
             Code.UNKNOWN_ARCHITECTURE,

@@ -16,6 +16,7 @@ from typing import Any
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.byte_sizes import size
 from kvatlas.geometry.integers import natural
+from kvatlas.models.class_defaults import missing_defaults
 from kvatlas.models.config import Config
 from kvatlas.models.model import Model, read_model, text_of
 from kvatlas.models.sources import CheckpointSize, Source, find_config
@@ -236,6 +237,9 @@ def _read(source: Source, dtype: str | None) -> Weights:
     model, warnings = read_model(source), list[str]()
     root = Config(source.values)
     text_config = text_of(root)
+    if not source.confidence:  # entries of the catalogue have all keys that matter
+        defaults = missing_defaults(text_config, text_config.text("model_type"))
+        text_config = text_config.completed(defaults)
     model_type = _described_type(root, text_config, model.architecture)
     layers_of, traits = FAMILIES.get(model_type, (stacked, Traits()))
     warnings += _doubt(model_type, text_config)
@@ -287,7 +291,8 @@ def _doubt(model_type: str, config: Config) -> list[str]:
     """Return a list with a warning if the parameter count of a model type was not verified."""
     if model_type not in FAMILIES:
         return [f"unknown family {model_type or '(none)'}: counted like Llama"]
-    if model_type in UNVERIFIED or config.has("attn_res_block_size"):  # Kimi-K3
+    # Kimi-K3, and Qwen4 with embeddings of n-grams
+    if model_type in UNVERIFIED or config.has("attn_res_block_size") or config.get("ple_layer_ids"):
         return ["this count was not checked against another implementation"]
     return []
 

@@ -150,8 +150,7 @@ def mixer(text: Text, spec: AnySpec, index: int) -> list[Tensor]:
         case LatentAttention():
             return mixers.latent(config, gate=config.flag("mla_use_output_gate"))
         case Indexer():
-            section = config.section("sparse_attention_config")
-            return mixers.block_indexer(config, section) if section else _indexer(config)
+            return mixers.indexer(config)
         case GatedDeltaNet():
             return mixers.delta_net(hidden, spec)
         case KimiDelta():
@@ -179,10 +178,6 @@ def mixer(text: Text, spec: AnySpec, index: int) -> list[Tensor]:
         case Rwkv7():
             return mixers.rwkv7(config, first=index == 0)
     return []
-
-
-def _indexer(config: Config) -> list[Tensor]:
-    return mixers.latent_indexer(config)
 
 
 def attention_options(text: Text, spec: Attention) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from kvatlas.models.weights.decoders import (
 )
 from kvatlas.models.weights.feed_forward import experts, mlp, shared_width, sparse_layers
 from kvatlas.models.weights.tensor import Tensor, linear, norm
-from kvatlas.specs import Attention, CrossAttention
+from kvatlas.specs import Attention, CrossAttention, LatentAttention
 
 
 def one_or_the_other(text: Text) -> Iterator[list[Tensor]]:
@@ -105,14 +105,16 @@ def deepseek_v4(text: Text) -> Iterator[list[Tensor]]:
     ways = config.count("hc_mult", default=4)
     mixing = ways * (2 + ways)
     for index in range(text.depth):
-        ratio = config.per_layer("compress_ratios", text.depth, extra=4)[index]
+        ratio = max(
+            spec.compress for spec in text.caches[index] if isinstance(spec, LatentAttention)
+        )
         hyper = [
             Tensor("norm", "hc_fn", mixing, ways * text.hidden),
             Tensor("norm", "hc_base, hc_scale", mixing + 3),
         ]
         yield [
             *text.norms(), *hyper, *hyper,
-            *mixers.compressed_attention(config, ratio), *experts(config),
+            *mixers.compressed_attention(config, ratio if ratio > 1 else 0), *experts(config),
         ]  # fmt: skip
 
 

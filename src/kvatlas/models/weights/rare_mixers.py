@@ -1,15 +1,15 @@
-"""Layers of rare families whose mixers no other family has: recurrent ones and cross-attention."""
+"""Layers of rare families that combine mixers in ways that no other family does."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from kvatlas.models.config import Config
 from kvatlas.models.weights import mixers
-from kvatlas.models.weights.decoders import Text, stacked
-from kvatlas.models.weights.feed_forward import experts, mlp
+from kvatlas.models.weights.decoders import Text, attention_options, feed_forward, stacked
+from kvatlas.models.weights.feed_forward import experts, mlp, sparse_layers
 from kvatlas.models.weights.tensor import Tensor, linear, norm
+from kvatlas.specs import Attention, Indexer, KimiDelta, Mamba1
 
 
 def recurrent_gemma(text: Text) -> Iterator[list[Tensor]]:
@@ -35,49 +35,93 @@ def recurrent_gemma(text: Text) -> Iterator[list[Tensor]]:
         yield [*text.norms(), *mixed, *wide]
 
 
-def rwkv4(text: Text) -> Iterator[list[Tensor]]:
-    """Yield the tensors of each RWKV-4 layer: time mixing, then channel mixing."""
-    config, hidden = text.config, text.hidden
-    inner = config.count("attention_hidden_size", default=hidden)
-    width = config.count("intermediate_size", default=4 * hidden)
-    tensors = [
-        Tensor("recurrent", "time_decay, time_first", inner, 2),
-        Tensor("recurrent", "time_mix", hidden, 5),
-        *linear("recurrent", "attention.key, value, receptance", 3 * inner, hidden, parts=inner),
-        *linear("recurrent", "attention.output", hidden, inner, parts=inner),
-        *linear("mlp", "feed_forward.key", width, hidden, parts=width),
-        *linear("mlp", "feed_forward.receptance", hidden, hidden),
-        *linear("mlp", "feed_forward.value", hidden, width, parts=width),
+def gpt_neo(text: Text) -> Iterator[list[Tensor]]:
+    """Yield the tensors of each GPT-Neo layer, whose config counts heads in `num_heads`."""
+    number = text.config.count("num_heads", "num_attention_heads")
+    return stacked(Text(text.config.under({"n_head": number}), text.traits, text.caches))
+
+
+def zamba1(text: Text) -> Iterator[list[Tensor]]:
+    """Yield the tensors of each Zamba layer: Mamba and, in some layers, a projection.
+
+    The projection connects a layer to the shared attention block, which the first such layer
+    includes.
+    """
+    config, hidden, shared = text.config, text.hidden, False
+    rank = config.get("mamba_dt_rank")
+    rank = rank if isinstance(rank, int) else -(-hidden // 16)
+    for caches in text.caches:
+        tensors = text.norms()
+        for spec in caches:
+            if isinstance(spec, Mamba1):
+                tensors += mixers.mamba1(hidden, spec, name="mamba", rank=rank, normed=False)
+            if not isinstance(spec, Attention):
+                continue
+            tensors += linear("attention", "linear", hidden, hidden)
+            if not shared:
+                options = attention_options(text, spec)
+                tensors += mixers.attention(config, width=2 * hidden, **options)
+                tensors += [norm("layernorm", 3 * hidden), *mlp(config)]
+                shared = True
+        yield tensors
+
+
+def bailing(text: Text) -> Iterator[list[Tensor]]:
+    """Yield the tensors of each Bailing hybrid layer; its KDA has full-rank gates."""
+    config, hidden, heads = text.config, text.hidden, text.config.query_heads()
+    sparse = sparse_layers(config, text.depth)
+    for index, caches in enumerate(text.caches):
+        tensors = [*text.norms(), *feed_forward(text, sparse=sparse[index])]
+        for spec in caches:
+            if isinstance(spec, KimiDelta):
+                made = mixers.kimi_delta(hidden, spec, full_gate=True)
+                width = spec.heads * spec.head_dim
+                low = ("f_a_proj", "f_b_proj")
+                tensors += [tensor for tensor in made if not tensor.name.endswith(low)]
+                tensors += linear("recurrent", "self_attn.f_proj", width, hidden, parts=spec.heads)
+            else:
+                tensors += mixers.latent(config)
+                tensors += linear("attention", "self_attn.g_proj", heads, hidden, parts=heads)
+        yield tensors
+
+
+def hy_v4(text: Text) -> Iterator[list[Tensor]]:
+    """Yield the tensors of each HY-V4 layer: gated MLA with sinks, and hyper-connections."""
+    config, ways = text.config, text.config.count("hc_mult", default=4)
+    heads, sparse = config.query_heads(), sparse_layers(config, text.depth)
+    hyper = [
+        Tensor("norm", "hc_fn", 2 * ways, ways * text.hidden),
+        Tensor("norm", "hc_base, hc_scale", 2 * ways + 2),
     ]
-    for index in range(text.depth):
-        # The first layer also normalises the embedding.
-        yield [*text.norms(), *tensors, *([norm("pre_ln", hidden, bias=True)] if not index else [])]
+    gated = [*mixers.latent(config, gate=True), Tensor("attention", "sinks", heads, parts=heads)]
+    for index, caches in enumerate(text.caches):
+        tensors = [*text.norms(), *hyper, *hyper, *gated]
+        for spec in caches:
+            tensors += mixers.indexer(config) if isinstance(spec, Indexer) else []
+        yield [*tensors, *feed_forward(text, sparse=sparse[index])]
 
 
-def xlstm(text: Text) -> Iterator[list[Tensor]]:
-    """Yield the tensors of each xLSTM layer: an mLSTM and a gated MLP."""
-    config, hidden, heads = text.config, text.hidden, text.config.count("num_heads")
-    queries, values = (
-        int(hidden * _factor(config, name, default))
-        for name, default in (("qk_dim_factor", 0.5), ("v_dim_factor", 1.0))
-    )
-    unit = config.count("ffn_round_up_to_multiple_of", default=64)
-    width = math.ceil(hidden * _factor(config, "ffn_proj_factor", 2.667) / unit) * unit
-    bias = config.flag("use_bias")
-    mixed = [
-        *linear("recurrent", "q, k", 2 * queries, hidden, parts=heads, bias=bias),
-        *linear("recurrent", "v, ogate_preact", 2 * values, hidden, parts=heads, bias=bias),
-        *linear("recurrent", "igate_preact, fgate_preact", 2 * heads, hidden, bias=True),
-        norm("multihead_norm", values, parts=heads),
-        *linear("recurrent", "out_proj", hidden, values, parts=heads, bias=bias),
-    ]
-    for _ in range(text.depth):
-        yield [*text.norms(), *mixed, *mlp(config, width=width, bias=bias)]
+def qwen4(text: Text) -> Iterator[list[Tensor]]:
+    """Yield the tensors of each Qwen4 layer; hyper-connections replace its norms."""
+    for tensors in stacked(text):
+        yield [*tensors, *_low_rank_mix(text), *_low_rank_mix(text), *_injection(text)]
 
 
-def _factor(config: Config, name: str, default: float) -> float:
-    value = config.get(name)
-    return float(value) if isinstance(value, int | float) else default
+def last_mix(text: Text) -> list[Tensor]:
+    """Return the weights that mix Qwen4's residual streams after the layers."""
+    return _low_rank_mix(text)
+
+
+def _low_rank_mix(text: Text) -> list[Tensor]:
+    wide = text.config.count("hc_count", default=4) * text.hidden
+    rank = text.config.count("hc_lowrank", default=320)
+    mix = Tensor("norm", "input_mix_weight_down, input_mix_weight_up", 2 * rank, wide)
+    return [norm("hc_norm", wide), mix]
+
+
+def _injection(text: Text) -> list[Tensor]:
+    ways = text.config.count("hc_count", default=4)
+    return [Tensor("norm", "block_inject_weight", 2 * ways, ways * text.hidden)]
 
 
 def mllama(text: Text) -> Iterator[list[Tensor]]:
