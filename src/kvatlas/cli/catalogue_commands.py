@@ -22,10 +22,18 @@ _NARROW = 16
 """Width of the column `layers`, which lists layer kinds, in a terminal of 80 columns."""
 
 
-def models(name: Annotated[str | None, MODEL] = None, as_json: Json = False) -> None:
+_VERIFY = "Compare each layer of the model with what transformers caches; a difference is an error."
+
+
+def models(
+    name: Annotated[str | None, MODEL] = None,
+    verify: Annotated[bool, typer.Option("--verify", help=_VERIFY)] = False,
+    as_json: Json = False,
+) -> None:
     """List the known models, or show what each layer of one model caches."""
     if name is not None:
-        _one_model(Model.load(name), as_json=as_json)
+        model = Model.load(name, oracle="transformers" if verify else None)
+        _one_model(model, as_json=as_json)
         return
     facts = [model_facts(Model.load(known)) for known in catalogue()]
     columns = ("model", "layers", "B/token", "fixed", "max len", "trust")

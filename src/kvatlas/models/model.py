@@ -11,7 +11,7 @@ family's reader then lists the caches.
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 from msgspec.structs import replace
@@ -28,6 +28,7 @@ from kvatlas.models.not_decoders import refuse_by_name
 from kvatlas.models.per_layer_config import apply_per_layer
 from kvatlas.models.sources import Source, find_config
 from kvatlas.models.unread_keys import unread_warnings
+from kvatlas.models.verification import verify
 from kvatlas.specs import Indexer
 
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config", "language_model_config")
@@ -86,6 +87,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         ssm_dtype: str | None = None,
         conv_dtype: str | None = None,
         engine: Engine = "vllm",
+        oracle: Literal["transformers"] | None = None,
     ) -> Model:
         """Load a model from its config and list its caches.
 
@@ -93,7 +95,9 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         a catalogue name or entry, a hub id, or a `Model`, which is returned unchanged.
         `dtype` is the dtype in which the model is served. It defaults to the config's dtype,
         or to bf16 for an fp32 checkpoint. `ssm_dtype` and `conv_dtype`
-        override the dtypes in which `engine` stores recurrent states.
+        override the dtypes in which `engine` stores recurrent states. With
+        `oracle="transformers"`, transformers builds the model without memory and runs a few
+        tokens; a layer that caches something else than kvatlas has read is an error.
 
         >>> model = Model.load("Qwen3-Next-80B-A3B", engine="sglang")
         >>> model.layers[0].name, model.layers[0].spec.ssm_dtype
@@ -107,9 +111,13 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         )
         states = StateDtypes(engine, ssm, conv)
         if not isinstance(source, Model):
-            return read_model(find_config(source), states, served)
-        if states != StateDtypes() or served not in (None, source.dtype):
+            found = find_config(source)
+            model = read_model(found, states, served)
+            note = verify(model.layers, found) if _is_oracle(oracle) else None
+            return replace(model, warnings=(*model.warnings, note)) if note else model
+        if states != StateDtypes() or served not in (None, source.dtype) or _is_oracle(oracle):
             options = {"dtype": served, "ssm_dtype": ssm, "conv_dtype": conv, "engine": engine}
+            options["oracle"] = oracle
             given = ", ".join(f"{name}={value!r}" for name, value in options.items() if value)
             raise AtlasError(
                 Code.UNREADABLE,
@@ -134,6 +142,13 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             replace(layer, spec=cached(layer.spec, cache, sparse=sparse)) for layer in self.layers
         )
         return replace(self, layers=layers, cache=cache)
+
+
+def _is_oracle(oracle: str | None) -> bool:
+    if oracle not in (None, "transformers"):
+        problem, hint = "There is no such oracle", "Pass oracle='transformers', or None"
+        raise AtlasError(Code.UNKNOWN_ENGINE, problem, got=repr(oracle), hint=hint)
+    return oracle is not None
 
 
 def read_model(source: Source, states: StateDtypes = _BY_ENGINE, dtype: str | None = None) -> Model:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models.known_models import CatalogueEntry, find
+from kvatlas.models.mistral_params import from_mistral, is_mistral
 from kvatlas.models.similar_names import similar_names
 
 LARGEST_FILE = 16 * 2**20
@@ -54,7 +55,7 @@ def find_config(source: Any) -> Source:
         return _from_name(source)
     values = source.to_dict() if callable(getattr(source, "to_dict", None)) else source
     if isinstance(values, Mapping):
-        return Source(values)
+        return Source(from_mistral(values) if is_mistral(values) else values)
     raise AtlasError(
         Code.UNREADABLE,
         "A model must be a path, mapping, transformers config, catalogue name or hub id",
@@ -96,12 +97,18 @@ def _from_entry(entry: CatalogueEntry) -> Source:
 def _from_file(path: Path) -> Source:
     """Return the config in file `path`, or in the config.json of folder `path`.
 
+    A folder without a config.json may have Mistral's params.json.
+
     The name of the model comes from the path.
     """
     if path.is_dir():
-        path = path / "config.json"
+        names = ("config.json", "params.json")
+        path = next((path / one for one in names if (path / one).exists()), path / names[0])
     values = _json_object(path)
-    name = path.parent.name if path.name == "config.json" else path.stem.removesuffix("_config")
+    if is_mistral(values):
+        values = from_mistral(values)
+    whole = path.name in ("config.json", "params.json")
+    name = path.parent.name if whole else path.stem.removesuffix("_config")
     return Source(_with_quantisation(values, path), name, path=path)
 
 

@@ -2,7 +2,7 @@
 
 `build_config` builds the model of a config on the meta device, whose tensors have shapes and no
 data, and runs a few tokens. The largest models take a few seconds and no memory. `differences`
-compares the shapes that each layer has cached with the specs of a `Model`. This module needs torch
+compares the shapes that each layer has cached with the specs of a model. This module needs torch
 and transformers; the rest of this package does not import it.
 """
 
@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch.overrides import TorchFunctionMode
 
+from kvatlas.models.layer import Layer
 from kvatlas.specs import (
     Attention,
     ChunkedAttention,
@@ -29,9 +30,6 @@ from kvatlas.specs import (
     SlidingAttention,
     SlidingLatentAttention,
 )
-
-if TYPE_CHECKING:
-    from kvatlas.models.model import Model
 
 TOKENS = 7
 """Tokens of the only sequence of the batch."""
@@ -74,10 +72,12 @@ class Built(NamedTuple):
 def build_config(config: Any, model_class: Any = None, model_type: str | None = None) -> Built:
     """Build the model of a transformers config on the meta device and run it.
 
-    `model_class` defaults to the causal language model of the config's type.
+    `model_class` defaults to the causal language model of the config's type, or else to the
+    model without a head.
     """
     if model_class is None:
-        model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        causal, every = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_MAPPING
+        model_class = (causal if type(config) in causal else every)[type(config)]
     values, named = config.to_dict(), model_type or config.model_type
     # Musicgen reads several codebooks per step, each in a row of the batch.
     rows = getattr(config, "num_codebooks", None) if "musicgen" in named else 1
@@ -91,23 +91,23 @@ def build_config(config: Any, model_class: Any = None, model_type: str | None = 
     return Built(named, model_class.__name__, values, parameters, layers)
 
 
-def differences(model: Model, layers: tuple[CachedLayer, ...]) -> list[str]:
+def differences(caches: Sequence[Layer], built: Sequence[CachedLayer]) -> list[str]:
     """Return one sentence per decoder layer whose cache is another than transformers'."""
-    ours = _expected(model)
+    ours = _expected(caches)
     found = []
-    for index in range(max(len(layers), 1 + max(ours, default=-1))):
-        theirs = _observed(layers[index]) if index < len(layers) else {}
+    for index in range(max(len(built), 1 + max(ours, default=-1))):
+        theirs = _observed(built[index]) if index < len(built) else {}
         if ours[index] != theirs:
             found.append(f"layer {index}: kvatlas reads {ours[index]}, transformers has {theirs}")
     return found
 
 
-def _expected(model: Model) -> defaultdict[int, dict[str, Any]]:
-    """Return what each decoder layer of a model is expected to cache, by name."""
+def _expected(caches: Sequence[Layer]) -> defaultdict[int, dict[str, Any]]:
+    """Return what each decoder layer is expected to cache, by name."""
     found: defaultdict[int, dict[str, Any]] = defaultdict(dict)
     counts: defaultdict[int, int] = defaultdict(int)
-    doubled = any(".self_attn.1." in layer.name for layer in model.layers)
-    for layer in model.layers:
+    doubled = any(".self_attn.1." in layer.name for layer in caches)
+    for layer in caches:
         index = layer.index
         if doubled:  # LongCat's layers have two attentions, which transformers counts as layers
             counts[index] += 1
@@ -224,9 +224,13 @@ class _Meta(TorchFunctionMode):
             answer = _ANSWERS.get(func)
             if answer is not None:
                 return answer(tensor)
-            masked = len(args) > 1 and _is_mask(args[1])
-            if func is torch.Tensor.__getitem__ and masked:
-                return tensor.flatten(0, args[1].dim() - 1)
+            index = args[1] if len(args) > 1 and isinstance(args[1], torch.Tensor) else None
+            masked = index is not None and index.dtype is torch.bool
+            if func is torch.Tensor.__getitem__ and index is not None:
+                if masked:
+                    return tensor.flatten(0, index.dim() - 1)
+                if index.dim() == 0:
+                    return tensor[0]
             if func is torch.Tensor.__setitem__ and masked:
                 return None
         return func(*args, **(kwargs or {}))
@@ -247,7 +251,3 @@ _ANSWERS: dict[Any, Any] = {
     torch.Tensor.nonzero: _first_place,
     torch.nonzero: _first_place,
 }
-
-
-def _is_mask(index: object) -> bool:
-    return isinstance(index, torch.Tensor) and index.dtype is torch.bool
