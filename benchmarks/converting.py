@@ -29,19 +29,23 @@ def pools(made: Plan, rng: np.random.Generator) -> dict[int, dict[int, Any]]:
 
 def seconds(src: Plan, dst: Plan, convert: str | None) -> tuple[float, int]:
     """Seconds of one request, and the bytes that are read and written in pools."""
-    scales = {} if convert is None else {"src_scales": 1.0, "dst_scales": 1.0}
+    scales = {} if convert is None else {"source_scales": 1.0, "destination_scales": 1.0}
     way = route(src, dst, convert=convert, **scales)  # type: ignore[arg-type]
     rng = np.random.default_rng(0)
     here, there = pools(src, rng), pools(dst, rng)
     tables = [rng.permutation(made.num_blocks)[: TOKENS // made.block_size] for made in (src, dst)]
-    about: dict[str, Any] = {"src_blocks": tables[0], "dst_blocks": tables[1], "tokens": TOKENS}
+    about: dict[str, Any] = {
+        "source_blocks": tables[0],
+        "destination_blocks": tables[1],
+        "tokens": TOKENS,
+    }
 
     def act() -> int:
         return copy_request(way, here, there, **about)
 
-    moved = way.needed_bytes(dst_rank=0, dst_blocks=tables[1], tokens=TOKENS)
+    moved = way.needed_bytes(destination_rank=0, destination_blocks=tables[1], tokens=TOKENS)
     back = route(dst, src, convert=_turned(convert), **scales)  # type: ignore[arg-type]
-    moved += back.needed_bytes(dst_rank=0, dst_blocks=tables[0], tokens=TOKENS)
+    moved += back.needed_bytes(destination_rank=0, destination_blocks=tables[0], tokens=TOKENS)
     return median_ms(act, 3) / 1e3, moved
 
 

@@ -89,7 +89,7 @@ class StoredRequest:
 
     def __init__(self, store: ObjectStore, tp: int, order: str) -> None:
         rows = plan(dense(), memory="1GiB", layout="BHLNC", block_size=BLOCK, max_len=TOKENS)
-        self.tier = StoreTier(store, rows, OURS, staging=128 << 20, deadline=60.0)
+        self.tier = StoreTier(store, rows, OURS, staging=128 << 20, timeout=60.0)
         self.moved = Moved(planned(tp, order))
         self.request = {**self.moved.request, "keys": [b"%d" % n for n in range(TOKENS // BLOCK)]}
 

@@ -46,9 +46,9 @@ def counted(rows: Plan, cut: RowObjects, made: Plan) -> tuple[int, int, int]:
             if any(share.partly for share in shares):
                 raise SystemExit(f"tp {made.tp} cuts objects of {made.model}")
             written.append(sum(len(share.whole) for share in shares))
-        ends: dict[str, Any] = {"src_blocks": numbered.tables(), "dst_blocks": tables}
-        bound = way.bind(src_rank=0, dst_rank=rank, tokens=TOKENS, **ends)
-        runs = RowRuns(bound.copies, "src", numbered)
+        ends: dict[str, Any] = {"source_blocks": numbered.tables(), "destination_blocks": tables}
+        bound = way.bind(source_rank=0, destination_rank=rank, tokens=TOKENS, **ends)
+        runs = RowRuns(bound.copies, "source", numbered)
         asked = 0
         for need, number in numbered.numbers.items():
             asked += len(runs.objects(rows.groups[need.group].pool, number, staging))

@@ -19,7 +19,7 @@ ORDERS = (("LBHNC", "LBHNC"), ("BLHNC", "BHLNC"))
 WAYS: tuple[How, ...] = ("direct", "staged", "auto")
 
 
-def ends(src_order: str, dst_order: str) -> tuple[Plan, Plan]:
+def ends(source_order: str, destination_order: str) -> tuple[Plan, Plan]:
     spec = FullAttention(heads=8, head_dim=128)
     layers = tuple(Layer(name=f"layers.{i}.attn", index=i, spec=spec) for i in range(LAYERS))
     model = Model(
@@ -28,8 +28,8 @@ def ends(src_order: str, dst_order: str) -> tuple[Plan, Plan]:
     )  # fmt: skip
     room = 2 * LAYERS * TOKENS * 512 * 4
     return (
-        plan(model, memory=room, tp=2, layout=src_order),
-        plan(model, memory=2 * room, layout=dst_order),
+        plan(model, memory=room, tp=2, layout=source_order),
+        plan(model, memory=2 * room, layout=destination_order),
     )
 
 
@@ -51,10 +51,10 @@ def seconds(src: Plan, dst: Plan, transport: str) -> dict[str, tuple[float, int,
                 before = node.metrics.values["descriptors"]
                 transfer = session.pull(
                     f"{way} {turn}",
-                    dst_blocks=blocks,
+                    destination_blocks=blocks,
                     tokens=TOKENS,
                     how=way,
-                    seconds=120,
+                    timeout=120,
                 ).wait()
                 many = node.metrics.values["descriptors"] - before
                 taken = min(transfer.seconds, best.get(way, (1e9, 0, 0))[0])
@@ -66,10 +66,10 @@ def main() -> None:
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     rows = []
-    for src_order, dst_order in ORDERS:
-        src, dst = ends(src_order, dst_order)
+    for source_order, destination_order in ORDERS:
+        src, dst = ends(source_order, destination_order)
         for transport in TRANSPORTS:
-            name = f"{src_order} -> {dst_order}, {transport}"
+            name = f"{source_order} -> {destination_order}, {transport}"
             try:
                 best = seconds(src, dst, transport)
             except AtlasError as refusal:

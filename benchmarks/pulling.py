@@ -65,7 +65,7 @@ def pull_all(session: Session, blocks: Any, in_flight: int) -> float:
         if len(running) == in_flight:
             moved += finish()
         tokens = number * HELD, number * HELD + PULLED
-        pulled = session.pull(str(number), dst_blocks=blocks, tokens=tokens, seconds=60)
+        pulled = session.pull(str(number), destination_blocks=blocks, tokens=tokens, timeout=60)
         running.append(pulled)
     while running:
         moved += finish()
@@ -118,7 +118,7 @@ def small() -> None:
 
         for _ in range(SMALL_PULLS):
             before, begun = asked(), time.perf_counter()
-            session.pull("0", dst_blocks=blocks, tokens=1).wait()
+            session.pull("0", destination_blocks=blocks, tokens=1).wait()
             whole.append(1e3 * (time.perf_counter() - begun))
             asking.append(1e3 * (asked() - before))
     rows = [

@@ -33,12 +33,12 @@ def dense() -> Model:
     )
 
 
-def pair(src_order: str = "LBHNC", dst_order: str = "LBHNC") -> tuple[Plan, Plan]:
+def pair(source_order: str = "LBHNC", destination_order: str = "LBHNC") -> tuple[Plan, Plan]:
     model = dense()
     page = 16 * 512  # bytes of a head in a block
     memory = LAYERS * BLOCKS * page
-    src = plan(model, memory=4 * memory, tp=2, layout=src_order)
-    dst = plan(model, memory=8 * memory, tp=1, layout=dst_order)
+    src = plan(model, memory=4 * memory, tp=2, layout=source_order)
+    dst = plan(model, memory=8 * memory, tp=1, layout=destination_order)
     if (src.num_blocks, dst.num_blocks) != (BLOCKS, BLOCKS):
         raise SystemExit(f"expected {BLOCKS} blocks, got {src.num_blocks} and {dst.num_blocks}")
     return src, dst
@@ -57,14 +57,14 @@ def preparing() -> None:
     way = route(*pair())
 
     def own() -> Any:
-        return [way.prepare(src_rank=rank, dst_rank=0).dst for rank in (0, 1)]
+        return [way.prepare(source_rank=rank, destination_rank=0).destination for rank in (0, 1)]
 
     def both() -> Any:
-        made = [way.prepare(src_rank=rank, dst_rank=0) for rank in (0, 1)]
-        return [(one.src, one.dst) for one in made]
+        made = [way.prepare(source_rank=rank, destination_rank=0) for rank in (0, 1)]
+        return [(one.source, one.destination) for one in made]
 
     def strided() -> Any:
-        made = [way.prepare(src_rank=rank, dst_rank=0) for rank in (0, 1)]
+        made = [way.prepare(source_rank=rank, destination_rank=0) for rank in (0, 1)]
         return [(one.strided(0), one.strided(1)) for one in made]
 
     rows = []
@@ -92,15 +92,15 @@ def preparing() -> None:
 def binding() -> None:
     rng = np.random.default_rng(0)
     rows = []
-    for src_order, dst_order in (("LBHNC", "LBHNC"), ("BLHNC", "BHLNC")):
-        way = route(*pair(src_order, dst_order))
+    for source_order, destination_order in (("LBHNC", "LBHNC"), ("BLHNC", "BHLNC")):
+        way = route(*pair(source_order, destination_order))
         for blocks in ("scattered", "neighbours"):
             ids = [
                 rng.permutation(BLOCKS)[:BOUND] if blocks == "scattered" else np.arange(BOUND)
                 for _ in range(2)
             ]
             taken, streamed, floor, count = _bind(way, ids[0], ids[1])
-            name = f"{src_order} -> {dst_order}, {blocks} blocks"
+            name = f"{source_order} -> {destination_order}, {blocks} blocks"
             figures = (taken, floor, taken - floor, streamed)
             rows.append([name, f"{count:,}", *(f"{figure:.2f}" for figure in figures)])
     show(
@@ -113,13 +113,13 @@ def binding() -> None:
 
 def _bind(way: Route, src: Any, dst: Any) -> tuple[float, float, float, int]:
     """Milliseconds to bind, to walk a stream, and to fill the arrays; how many descriptors."""
-    asked: dict[str, Any] = {"src_rank": 0, "dst_rank": 0, "tokens": BOUND * 16}
+    asked: dict[str, Any] = {"source_rank": 0, "destination_rank": 0, "tokens": BOUND * 16}
 
     def act() -> Any:
-        return way.bind(src_blocks=src, dst_blocks=dst, **asked)
+        return way.bind(source_blocks=src, destination_blocks=dst, **asked)
 
     def stream() -> Any:
-        return sum(map(len, way.stream(src_blocks=src, dst_blocks=dst, **asked).walk()))
+        return sum(map(len, way.stream(source_blocks=src, destination_blocks=dst, **asked).walk()))
 
     count = len(act())
     rows, along = np.arange(max(1, count // BOUND)) * 4096, np.arange(min(count, BOUND)) * 512
@@ -139,7 +139,7 @@ def compiling() -> None:
         def act(src: Plan = ends[0], dst: Plan = ends[1]) -> Any:
             way = route(src, dst)
             return [
-                way.compile(src_rank=source, dst_rank=rank)
+                way.compile(source_rank=source, destination_rank=rank)
                 for rank in range(dst.tp)
                 for source in way.sources(rank)
             ]

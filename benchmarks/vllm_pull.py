@@ -62,12 +62,12 @@ def pull_times(block: int, tokens: int, per_token: int, run: int) -> PullTimes:
     ):
         link: Any = session.link(0)
         blocks = scattered_blocks(target, tokens)
-        ends = link.agent, link.peer, link.theirs[0].address, node.memory[0].address
+        ends = link.agent, link.peer, link.peer_memory[0].address, node.memory[0].address
         raw = raw_nixl(*ends, scattered(run, tokens * per_token))
         between = runs_between(source, target, tokens)
 
         def pull() -> None:
-            session.pull("0", dst_blocks=blocks, tokens=tokens).wait()
+            session.pull("0", destination_blocks=blocks, tokens=tokens).wait()
 
         one, other, pulled = _in_turns(raw, raw_nixl(*ends, between), pull)
         return PullTimes(one, other, pulled, len(between))
@@ -76,9 +76,15 @@ def pull_times(block: int, tokens: int, per_token: int, run: int) -> PullTimes:
 def runs_between(source: Plan, target: Plan, tokens: int) -> Copy:
     """The runs of a request between blocks of two plans."""
     tables = [scattered_blocks(plan, tokens) for plan in (source, target)]
-    ends: dict[str, Any] = {"src_blocks": tables[0], "dst_blocks": tables[1], "tokens": tokens}
-    copies = route(source, target).bind(src_rank=0, dst_rank=0, **ends).copies
-    columns = ([getattr(one, name) for one in copies] for name in ("src", "dst", "length"))
+    ends: dict[str, Any] = {
+        "source_blocks": tables[0],
+        "destination_blocks": tables[1],
+        "tokens": tokens,
+    }
+    copies = route(source, target).bind(source_rank=0, destination_rank=0, **ends).copies
+    columns = (
+        [getattr(one, name) for one in copies] for name in ("source", "destination", "length")
+    )
     return Copy(0, 0, *map(np.concatenate, columns))
 
 

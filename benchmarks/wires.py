@@ -106,7 +106,7 @@ def through(link: Link, copy: Copy) -> Act:
 def memcpy(src: int, dst: int, copy: Copy) -> Act:
     """One call for each run, its arguments at hand."""
     size = int(copy.length[0])
-    ends = list(zip((copy.dst + dst).tolist(), (copy.src + src).tolist(), strict=True))
+    ends = list(zip((copy.destination + dst).tolist(), (copy.source + src).tolist(), strict=True))
 
     def act() -> None:
         move = ctypes.memmove
@@ -124,7 +124,10 @@ def nixl_rows(starts: Any, base: int, size: Any) -> Any:
 
 
 def raw_nixl(agent: Any, remote: str, src: int, dst: int, copy: Copy) -> Act:
-    near, far = nixl_rows(copy.dst, dst, copy.length), nixl_rows(copy.src, src, copy.length)
+    near, far = (
+        nixl_rows(copy.destination, dst, copy.length),
+        nixl_rows(copy.source, src, copy.length),
+    )
     every = np.arange(len(copy), dtype=np.int32)
 
     def act() -> None:
@@ -141,7 +144,7 @@ def raw_nixl(agent: Any, remote: str, src: int, dst: int, copy: Copy) -> Act:
 
 
 def raw_mooncake(engine: Any, session: str, src: int, dst: int, copy: Copy) -> Act:
-    near, far, length = (copy.dst + dst), (copy.src + src), copy.length
+    near, far, length = (copy.destination + dst), (copy.source + src), copy.length
     parts = [
         [column[first : first + 1_000].tolist() for column in (near, far, length)]
         for first in range(0, len(copy), 1_000)
@@ -158,7 +161,7 @@ def raw_mooncake(engine: Any, session: str, src: int, dst: int, copy: Copy) -> A
 def raw(name: str, end: Transport, link: Any) -> Any:
     """Makes the raw counterpart of a copy."""
     near = end.memory[0].address
-    far = link.theirs[0].address
+    far = link.peer_memory[0].address
     if name == "nixl":
         return lambda copy: raw_nixl(link.agent, link.peer, far, near, copy)
     if name == "mooncake":
@@ -220,7 +223,7 @@ def preparing(link: Any) -> None:
     for what, runs in (
         ("in order", in_order),
         ("shuffled", shuffled),
-        ("shuffled, of two lengths", Copy(0, 0, shuffled.src, shuffled.dst, half)),
+        ("shuffled, of two lengths", Copy(0, 0, shuffled.source, shuffled.destination, half)),
     ):
         limit, taken = (1e3 * seconds for seconds in in_turns(list(_preparations(link, runs))))
         lines.append([what, f"{taken:.1f}", f"{limit:.1f}", f"{taken / limit:.2f}"])
@@ -231,8 +234,8 @@ def preparing(link: Any) -> None:
 
 def _preparations(link: Any, runs: Copy) -> Iterator[Act]:
     agent = link.agent
-    near = nixl_rows(runs.dst, link.mine[0].address, runs.length)
-    far = nixl_rows(runs.src, link.theirs[0].address, runs.length)
+    near = nixl_rows(runs.destination, link.own_memory[0].address, runs.length)
+    far = nixl_rows(runs.source, link.peer_memory[0].address, runs.length)
 
     def prepare(mine: Any, theirs: Any) -> None:
         agent.prep_xfer_dlist("NIXL_INIT_AGENT", mine, "DRAM").release()
@@ -240,7 +243,8 @@ def _preparations(link: Any, runs: Copy) -> Iterator[Act]:
 
     def described() -> None:
         prepare(
-            describe([runs], link.mine, src=False)[0], describe([runs], link.theirs, src=True)[0]
+            describe([runs], link.own_memory, source=False)[0],
+            describe([runs], link.peer_memory, source=True)[0],
         )
 
     yield lambda: prepare(near, far)

@@ -67,8 +67,8 @@ def prefill(transport: str) -> None:
     ) as ranks:
         blocks = ranks.copy_from(cache, PROMPT)
         for node in ranks.nodes:
-            node.offer("request 17", blocks, PROMPT, seconds=300)
-        said = {"endpoints": ranks.endpoints, "first": int(first[0, -1]), "seconds": taken}
+            node.offer("request 17", blocks, PROMPT, timeout=300)
+        said = {"endpoints": ranks.endpoints, "first": int(first[0, -1]), "timeout": taken}
         print(MARK + json.dumps(said), flush=True)
         sys.stdin.read()
 
@@ -87,7 +87,7 @@ def decode(transport: str, said: dict[str, object]) -> list[int]:
         for node in ranks.nodes:
             with Session(node, said["endpoints"]) as session:  # type: ignore[arg-type]
                 transfer = session.pull(
-                    "request 17", dst_blocks=blocks, tokens=PROMPT, checksums=True
+                    "request 17", destination_blocks=blocks, tokens=PROMPT, checksums=True
                 ).wait(60)
                 spent = node.metrics.seconds
                 table.add_row(

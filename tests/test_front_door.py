@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ PACKAGES = sorted(
     {path.parent.name for path in SOURCE.glob("*/__init__.py")}
     | {path.stem for path in SOURCE.glob("*.py") if not path.stem.startswith("__")}
 )
+OTHER_WORDS = re.compile(r"(\w+_)?(src|dst)(_\w+)?|near|far|mine|theirs|(\w+_)?(seconds|patience)")
+"""Words for which parameters have another: source, destination, own, peer, timeout."""
 HEAVY = ("numpy", "msgspec", "torch", "triton", "transformers", "vllm", "typer", "rich", "zmq")
 
 
@@ -75,3 +80,26 @@ def test_a_name_loads_its_package_only() -> None:
     )
     packages = {name.split(".")[1] for name in loaded if name.startswith("kvatlas.")}
     assert packages == {"errors", "geometry"}
+
+
+def public_callables(package: str) -> Iterator[tuple[str, Any]]:
+    """Yield (name, function) for the public functions, classes and methods of a package."""
+    found = kvatlas.__getattr__(package)
+    for name in getattr(found, "__all__", ()):
+        made = getattr(found, name)
+        yield name, made
+        if inspect.isclass(made):
+            methods = [method for method in dir(made) if not method.startswith("_")]
+            yield from ((f"{name}.{method}", getattr(made, method)) for method in methods)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_parameters_have_one_word_for_each_end_and_for_durations(package: str) -> None:
+    unusual = []
+    for name, made in public_callables(package):
+        try:
+            parameters = inspect.signature(made).parameters
+        except (TypeError, ValueError):  # a value, or a class without a signature
+            continue
+        unusual += [f"{name}({one}=)" for one in parameters if OTHER_WORDS.fullmatch(one)]
+    assert unusual == []

@@ -105,7 +105,7 @@ INTERNAL: dict[str, str] = {
     "engines": """
         geometry.integers planning.request routing.conversion specs.cell_formats
         tier.chained_keys tier.converting tier.hit tier.opening tier.prefix_finder
-        tier.store_hit tier.tier_events wire.client.transfer_request
+        tier.store_hit tier.tier_events wire.client.transfer_request wire.transports.nixl_agents
         copying.cuda_driver copying.device_marks copying.memory_copy
     """,
     "cli": """

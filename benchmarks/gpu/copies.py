@@ -69,7 +69,8 @@ def converting(
     scales = [TensorScales(0.5, 0.5)] * layers
     convert = BlockConversion(
         first[:layers], second[:layers],
-        src_scales=scales if one == "fp8" else (), dst_scales=scales if two == "fp8" else (),
+        source_scales=scales if one == "fp8" else (),
+        destination_scales=scales if two == "fp8" else (),
     )  # fmt: skip
     factor = 0.5 if one == "fp8" else 2.0
 

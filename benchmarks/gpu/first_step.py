@@ -71,7 +71,7 @@ def _turns(
             begun = time.perf_counter()
             begin(f"{where} {turn}", layered=streamed)
             transfer = session.pull(
-                f"{where} {turn}", dst_blocks=blocks, tokens=TOKENS, streamed=streamed,
+                f"{where} {turn}", destination_blocks=blocks, tokens=TOKENS, streamed=streamed,
                 wait_for_offer=5,
             )  # fmt: skip
             first, out = _step(transfer, cache, streamed=streamed)

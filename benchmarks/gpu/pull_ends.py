@@ -94,7 +94,7 @@ def source() -> None:
             tokens = order["tokens"]
             for node in nodes:
                 for request in order["offer"]:
-                    node.offer(request, scattered(node.plan, tokens), tokens, seconds=600)
+                    node.offer(request, scattered(node.plan, tokens), tokens, timeout=600)
             answer = {}
         said.write(json.dumps(answer) + "\n")
         said.flush()
@@ -104,7 +104,7 @@ def source() -> None:
 
 def prefill(node: Node, request: str, *, layered: bool) -> None:
     """Keep the GPU busy for every layer, and offer what is then there: layer by layer, or whole."""
-    about: Json = {"blocks": scattered(node.plan, TOKENS), "tokens": TOKENS, "seconds": 60}
+    about: Json = {"blocks": scattered(node.plan, TOKENS), "tokens": TOKENS, "timeout": 60}
     if layered:
         node.offer(request, **about, layered=True)
     for name in node.plan.layers:

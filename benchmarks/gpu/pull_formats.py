@@ -102,7 +102,7 @@ def _read_bytes(grid: Any) -> int:
 def _pull(session: Session, name: str, **how: Any) -> float:
     blocks = {0: np.array(scattered(session.node.plan, TOKENS)[0])}
     begun = time.perf_counter()
-    session.pull(name, dst_blocks=blocks, tokens=TOKENS, **how).wait(20)
+    session.pull(name, destination_blocks=blocks, tokens=TOKENS, **how).wait(20)
     return time.perf_counter() - begun
 
 

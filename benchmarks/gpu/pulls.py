@@ -150,7 +150,7 @@ def _pulled(session: Session, names: Sequence[str], apart: float) -> list[float]
     blocks = {0: np.array(scattered(mine, TOKENS)[0])}
     for name in names:
         begun = _spin(apart)
-        session.pull(name, dst_blocks=blocks, tokens=TOKENS).wait()
+        session.pull(name, destination_blocks=blocks, tokens=TOKENS).wait()
         taken.append((time.perf_counter() - begun) * 1e3)
     return taken
 
@@ -184,11 +184,14 @@ def tune() -> None:
                 from kvatlas.routing import route
 
                 way = route(made, mine).stream(
-                    src_rank=0, dst_rank=0, src_blocks=scattered(made, TOKENS),
-                    dst_blocks=scattered(mine, TOKENS), tokens=TOKENS,
+                    source_rank=0, destination_rank=0, source_blocks=scattered(made, TOKENS),
+                    destination_blocks=scattered(mine, TOKENS), tokens=TOKENS,
                 )  # fmt: skip
                 placed = [
-                    (place_starts(g.starts.src, g.starts.dst, DEVICE), (g.src, g.dst, g.length))
+                    (
+                        place_starts(g.starts.source, g.starts.destination, DEVICE),
+                        (g.source, g.destination, g.length),
+                    )
                     for g in way.grids()
                 ]
                 nbytes = way.nbytes

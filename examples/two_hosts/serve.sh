@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Prefill on one host, decode on another, a proxy in front of both.
+# Run prefill on one host, decode on another, and a proxy in front of both.
 #
-#   serve.sh secret             make the secret file; copy it to the other host
-#   serve.sh check              whether the two engines will understand each other
+#   serve.sh secret             create the secret file; copy it to the other host
+#   serve.sh check              check that the two engines can exchange caches
 #   serve.sh prefill            on the prefill host
 #   serve.sh decode             on the decode host
 #   serve.sh proxy              on either, or on a third
 #
-# With --dry-run, the command is printed and not run. Settings: hosts.env beside this file.
+# With --dry-run, print the command instead of running it. The settings are in hosts.env.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

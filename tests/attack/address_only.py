@@ -58,27 +58,29 @@ class Aliased:
 class Drawn(NamedTuple):
     """Bytes of some elements that lie in one pool of the destination: where each belongs."""
 
-    dst: Ints
-    src: Ints
-    src_pool: Ints
+    destination: Ints
+    source: Ints
+    source_pool: Ints
 
     def wrong(self, copy: Copy) -> tuple[Ints, int]:
         """Which of them a copy carries, and how many of those from another place than theirs."""
         if not len(copy):
             return np.zeros(0, np.int64), 0
-        edges = [int(copy.dst[0]), int(copy.dst[-1] + copy.length[-1])]
-        near = np.arange(*np.searchsorted(self.dst, edges))
-        run = np.searchsorted(copy.dst, self.dst[near], side="right") - 1
-        into = self.dst[near] - copy.dst[run]
+        edges = [int(copy.destination[0]), int(copy.destination[-1] + copy.length[-1])]
+        near = np.arange(*np.searchsorted(self.destination, edges))
+        run = np.searchsorted(copy.destination, self.destination[near], side="right") - 1
+        into = self.destination[near] - copy.destination[run]
         carried = into < copy.length[run]
         near, run, into = near[carried], run[carried], into[carried]
-        right = (copy.src[run] + into == self.src[near]) & (copy.src_pool == self.src_pool[near])
+        right = (copy.source[run] + into == self.source[near]) & (
+            copy.source_pool == self.source_pool[near]
+        )
         return near, int((~right).sum())
 
 
 def drawn(move: Move, rng: np.random.Generator, most: int) -> dict[int, Drawn]:
     """Some elements of every field of so many layers at most, by pool of the destination."""
-    layers = sorted(move.dst.layers)
+    layers = sorted(move.destination.layers)
     found: list[tuple[Ints, ...]] = []
     for place in rng.permutation(len(layers))[:most]:
         moving = states(move, layers[place])
@@ -86,12 +88,12 @@ def drawn(move: Move, rng: np.random.Generator, most: int) -> dict[int, Drawn]:
             ends = (moving[0], moving[-1])
             chosen = np.unique([*ends, *rng.choice(len(moving), _STATES - 2) + moving[0]])
             found += _pairs(move, {layers[place]: chosen}, rng)
-    pools, dst, src_pools, src = (np.concatenate(column) for column in zip(*found, strict=True))
+    pools, dst, source_pools, src = (np.concatenate(column) for column in zip(*found, strict=True))
     made = {}
     for pool in np.unique(pools).tolist():
         order = np.argsort(dst)
         mine = order[pools[order] == pool]
-        made[pool] = Drawn(dst[mine], src[mine], src_pools[mine])
+        made[pool] = Drawn(dst[mine], src[mine], source_pools[mine])
     return made
 
 
@@ -99,7 +101,7 @@ def _pairs(
     move: Move, chosen: Mapping[str, Ints], rng: np.random.Generator
 ) -> list[tuple[Ints, ...]]:
     """Pool and place at the destination, and at the source, of some bytes of every field."""
-    near, far = (_elements(move, side, chosen) for side in ("dst", "src"))
+    near, far = (_elements(move, side, chosen) for side in ("destination", "source"))
     found: list[tuple[Ints, ...]] = []
     for field, (pool, address, number, item) in near.items():
         some = np.unique(rng.choice(len(number), min(len(number), _ELEMENTS)))
@@ -146,7 +148,7 @@ class Checking(Transport):
     def expect(self, some: dict[int, Drawn]) -> None:
         """Look whether these elements are carried, each once and from where it lies."""
         self.drawn = some
-        self.times = {pool: np.zeros(len(one.dst), np.int64) for pool, one in some.items()}
+        self.times = {pool: np.zeros(len(one.destination), np.int64) for pool, one in some.items()}
 
     @property
     def wrong(self) -> str:
@@ -167,10 +169,10 @@ class Checking(Transport):
             self.most = max(self.most, sum(map(len, copies)))
             for copy in copies:
                 # In the order of the destination and apart: no byte is written twice.
-                assert bool((np.diff(copy.dst) >= copy.length[:-1]).all())
-                if copy.dst_pool in self.drawn:
-                    carried, misled = self.drawn[copy.dst_pool].wrong(copy)
-                    self.times[copy.dst_pool][carried] += 1
+                assert bool((np.diff(copy.destination) >= copy.length[:-1]).all())
+                if copy.destination_pool in self.drawn:
+                    carried, misled = self.drawn[copy.destination_pool].wrong(copy)
+                    self.times[copy.destination_pool][carried] += 1
                     self.misled += misled
 
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:

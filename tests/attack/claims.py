@@ -69,8 +69,8 @@ class Destination:
         self.rng = attack.rng
         self.node = attack.wire.node | node
         """How nodes are made here."""
-        self.dst = target_plan(self.tokens)
-        self.here = Rank(self.dst, self.wire.name, 7, self.tokens, **self.node)
+        self.destination = target_plan(self.tokens)
+        self.here = Rank(self.destination, self.wire.name, 7, self.tokens, **self.node)
         self.requests = 0
         self.aborts = 0
         """Processes that the transport's library has ended since the last look."""
@@ -80,7 +80,9 @@ class Destination:
         return f"request {self.requests}"
 
     def pull(self, session: Session, request: str, **about: Any) -> Transfer:
-        return session.pull(request, dst_blocks=self.here.blocks, tokens=self.tokens, **about)
+        return session.pull(
+            request, destination_blocks=self.here.blocks, tokens=self.tokens, **about
+        )
 
     def nothing_left(self, seconds: float = 10.0) -> list[str]:
         """Leases, staging buffers and operations that were given up are all back."""
@@ -101,16 +103,18 @@ class Scene(Destination):
 
     def __init__(self, attack: Attack) -> None:
         super().__init__(attack)
-        self.src = source_plan(self.tokens)
-        self.struck, self.well = self.source(1), self.source(2)
-        self.right = {seed: after(self.src, seed, self.dst, 7, self.tokens) for seed in (1, 2)}
-        self.right[7] = contents(self.dst, 7)
-        self.right_source = contents(self.src, 1)
+        self.source = source_plan(self.tokens)
+        self.struck, self.well = self.start_source(1), self.start_source(2)
+        self.right = {
+            seed: after(self.source, seed, self.destination, 7, self.tokens) for seed in (1, 2)
+        }
+        self.right[7] = contents(self.destination, 7)
+        self.right_source = contents(self.source, 1)
         self.seconds = {how: self._typical(how) for how in ("direct", "staged")}
 
-    def source(self, seed: int) -> Child:
+    def start_source(self, seed: int) -> Child:
         about = {"tokens": self.tokens, "settings": self.wire.settings} | self.wire.node
-        return Child().start(self.src, self.wire.name, seed, **about)
+        return Child().start(self.source, self.wire.name, seed, **about)
 
     def _typical(self, how: str) -> float:
         """Seconds that a pull takes when nothing is wrong."""
@@ -118,7 +122,7 @@ class Scene(Destination):
         with Session(self.here.node, [self.struck.endpoint]) as session:
             for _ in range(3):
                 begun = time.monotonic()
-                self.pull(session, self.offered(self.struck), how=how, seconds=30).wait()
+                self.pull(session, self.offered(self.struck), how=how, timeout=30).wait()
                 taken.append(time.monotonic() - begun)
         return min(taken)
 
@@ -132,7 +136,7 @@ class Scene(Destination):
         request = self.offered(self.well)
         try:
             with Session(self.here.node, [self.well.endpoint]) as session:
-                self.pull(session, request, checksums=True, seconds=20, **about).wait()
+                self.pull(session, request, checksums=True, timeout=20, **about).wait()
         except AtlasError as refused:
             return [f"the next transfer ended in {refused.code}"]
         return self.holds(2, "wrong bytes in the next transfer")
@@ -151,7 +155,7 @@ class Scene(Destination):
             time.sleep(0.02)
             if not far.process.is_alive():
                 faults += self.ended(far.close(), "a source died by itself ({})")
-                setattr(self, name, self.source(seed))
+                setattr(self, name, self.start_source(seed))
         return faults
 
     def close(self) -> list[str]:

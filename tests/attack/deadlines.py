@@ -20,14 +20,14 @@ def behind_stuck_pulls(attack: Attack) -> Outcome:
 
 
 def _behind_stuck_pulls(scene: Scene) -> tuple[list[str], None]:
-    block = scene.dst.block_size
+    block = scene.destination.block_size
     request = scene.offered(scene.struck)
     session = Session(scene.here.node, [scene.struck.endpoint])
 
     def pull(number: int, seconds: float) -> Transfer:
         """Pull the first tokens into a block that no other pull fills."""
         return session.pull(
-            request, dst_blocks=[number], tokens=block, seconds=seconds, how="staged"
+            request, destination_blocks=[number], tokens=block, timeout=seconds, how="staged"
         )
 
     scene.struck.stop()
@@ -61,7 +61,7 @@ def _stalled_replica(scene: Scene) -> tuple[list[str], bool]:
     request = scene.offered(scene.struck)
     scene.well.ask("offer", request=request)
     with Session(scene.here.node, [scene.struck.endpoint, scene.well.endpoint]) as session:
-        transfer = scene.pull(session, request, how=how, seconds=seconds)
+        transfer = scene.pull(session, request, how=how, timeout=seconds)
         time.sleep(scene.rng.uniform(0.02, 0.9) * scene.seconds[how])
         scene.struck.stop()
         hit = not transfer.done
@@ -90,7 +90,7 @@ def many_at_once(attack: Attack) -> Outcome:
 def _many_at_once(scene: Scene) -> tuple[list[str], None]:
     scene.here.fill(7)
     blocks = max(1, scene.tokens // 32 // _AT_ONCE)
-    tokens, moved = blocks * 32, route(scene.src, scene.dst)
+    tokens, moved = blocks * 32, route(scene.source, scene.destination)
     right = {index: pool.copy() for index, pool in scene.right[7].items()}
     order = list(range(scene.tokens // 32))
     scene.rng.shuffle(order)
@@ -98,12 +98,12 @@ def _many_at_once(scene: Scene) -> tuple[list[str], None]:
     for number in range(min(_AT_ONCE, len(order) // blocks)):
         dst = order[number * blocks :][:blocks]
         src = [half for block in dst for half in (2 * block + 1, 2 * block)]
-        tables = {"src_blocks": {0: src}, "dst_blocks": {0: dst}}
+        tables = {"source_blocks": {0: src}, "destination_blocks": {0: dst}}
         copy_request(moved, {0: scene.right_source}, {0: right}, tokens=tokens, **tables)
         wanted.append((scene.offered(scene.struck, blocks=src, tokens=tokens), {0: dst}))
     with Session(scene.here.node, [scene.struck.endpoint]) as session:
         pulls = [
-            session.pull(name, dst_blocks=table, tokens=tokens, seconds=60)
+            session.pull(name, destination_blocks=table, tokens=tokens, timeout=60)
             for name, table in wanted
         ]
         codes = {code_of(pull, 60 + SLACK) for pull in pulls}

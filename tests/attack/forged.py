@@ -45,7 +45,7 @@ def forged_messages(attack: Attack) -> Outcome:
             expected = victim.node.expect(
                 "honest", victim.blocks, tokens, source=src, pushers=["node-1"]
             )
-            session.push("honest", src_blocks=honest.blocks, tokens=tokens).wait(20)
+            session.push("honest", source_blocks=honest.blocks, tokens=tokens).wait(20)
             outcome.add([] if expected.ready.is_set() else ["an honest push is not ready"])
         if not waited(victim.idle, 10):
             outcome.add(["leases or buffers are left"])

@@ -24,7 +24,7 @@ def forked_children(attack: Attack) -> Outcome:
     try:
         for _ in range(max(2, attack.tries // 4)):
             scene.struck.close()
-            scene.struck = scene.source(1)
+            scene.struck = scene.start_source(1)
             source = scene.rng.random() < 0.5
             faults = _killed_source(scene) if source else _killed_reader(scene)
             scene.struck.kill()
@@ -41,7 +41,7 @@ def _killed_source(scene: Scene) -> list[str]:
     """The source of a pull is killed while the pull waits for a layer."""
     request = scene.offered(scene.struck, layered=True)
     with Session(scene.here.node, [scene.struck.endpoint]) as session:
-        transfer = scene.pull(session, request, streamed=True, seconds=_SECONDS)
+        transfer = scene.pull(session, request, streamed=True, timeout=_SECONDS)
         waited(lambda: scene.struck.ask("state")["leases"] == 1, SLACK)
         child = scene.struck.fork()
         try:
@@ -63,7 +63,7 @@ def _killed_reader(scene: Scene) -> list[str]:
     """A reader is killed while it has a lease of this process."""
     here, struck, request = scene.here, scene.struck, scene.name()
     here.offer(request, layered=True)
-    there = {"endpoints": [here.node.endpoint], "request": request, "seconds": _SECONDS}
+    there = {"endpoints": [here.node.endpoint], "request": request, "timeout": _SECONDS}
     struck.tell("move", way="pull", streamed=True, **there)
     waited(lambda: here.left()["leases"] == 1, SLACK)
     child = struck.fork()

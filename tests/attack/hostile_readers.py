@@ -37,7 +37,10 @@ def hostile_readers(attack: Attack) -> Outcome:
             source.offer(f"named {number}", readers=["node-7"])
             source.offer(f"open {number}", tokens=attack.tokens // 2)
             transfer = theirs.pull(
-                f"named {number}", dst_blocks=named.blocks, tokens=attack.tokens, how="staged"
+                f"named {number}",
+                destination_blocks=named.blocks,
+                tokens=attack.tokens,
+                how="staged",
             )
             faults = _strike(source, hostile, own, f"open {number}", rng)
             transfer.wait(30)
@@ -81,10 +84,14 @@ def _covered(source: Rank, hostile: Rank, tokens: int) -> NDArray[np.bool_]:
     """The bytes of the source's pool that belong to some tokens, run by run."""
     covered = np.zeros(source.pools[0].size, dtype=bool)
     bound = route(source.plan, hostile.plan).bind(
-        src_rank=0, dst_rank=0, src_blocks=source.blocks, dst_blocks=hostile.blocks, tokens=tokens
+        source_rank=0,
+        destination_rank=0,
+        source_blocks=source.blocks,
+        destination_blocks=hostile.blocks,
+        tokens=tokens,
     )
     for copy in bound.copies:
-        for start, length in zip(copy.src.tolist(), copy.length.tolist(), strict=True):
+        for start, length in zip(copy.source.tolist(), copy.length.tolist(), strict=True):
             covered[start : start + length] = True
     return covered
 

@@ -22,13 +22,13 @@ def killed_peers(attack: Attack) -> Outcome:
     """Whoever is killed leaves no wrong byte, no lease, buffer, descriptor or segment behind."""
     unused = unused_segments()
     scene, outcome = Scene(attack), Outcome(noted=attack.noted)
-    spare, opened = scene.source(1), list[Open]()
+    spare, opened = scene.start_source(1), list[Open]()
     scene.struck.kill()
     scene.struck.close()
     scene.struck = spare
     try:
         for _ in range(attack.tries):
-            spare = scene.source(1)
+            spare = scene.start_source(1)
             faults, hit = _killed(scene)
             scene.struck.close()
             scene.struck = spare
@@ -52,13 +52,13 @@ def _killed(scene: Scene) -> tuple[list[str], bool]:
     how = rng.choice(["direct", "staged"])
     moment = rng.uniform(0.02, 1.0) * scene.seconds["staged" if way == "pushed" else how]
     here.fill(here.seed)
-    there = {"endpoints": [here.node.endpoint], "how": how, "seconds": _SECONDS}
+    there = {"endpoints": [here.node.endpoint], "how": how, "timeout": _SECONDS}
     faults: list[str] = []
     if way == "pull":
         request = scene.offered(struck)
         with Session(here.node, [struck.endpoint]) as session:
             striking = threading.Timer(moment, struck.kill)
-            transfer = scene.pull(session, request, how=how, seconds=_SECONDS)
+            transfer = scene.pull(session, request, how=how, timeout=_SECONDS)
             striking.start()
             code = code_of(transfer, _SECONDS + SLACK)
             striking.join()
@@ -73,7 +73,7 @@ def _killed(scene: Scene) -> tuple[list[str], bool]:
         here.offer(request)
     else:
         expected = here.node.expect(
-            request, here.blocks, scene.tokens, source=scene.src, pushers=["node-1"]
+            request, here.blocks, scene.tokens, source=scene.source, pushers=["node-1"]
         )
     struck.tell("move", way=way.removesuffix("ed"), request=request, **there)
     waited(lambda: here.node.metrics.values["messages"] >= asked + 2, SLACK)

@@ -51,7 +51,7 @@ class _Crowd:
         while time.monotonic() < self.until:
             mine, other = rng.sample(self.ranks, 2)
             try:
-                with Session(mine.node, [other.node.endpoint], seconds=10) as session:
+                with Session(mine.node, [other.node.endpoint], timeout=10) as session:
                     for _ in range(rng.randint(1, 6)):
                         try:
                             self.codes[self._act(rng, session, mine, other)] += 1
@@ -68,22 +68,24 @@ class _Crowd:
         how = rng.choice(["direct", "staged", "auto"])
         match way:
             case "pull" | "push":
-                about: Json = {"tokens": _TOKENS, "how": how, "seconds": 10}
+                about: Json = {"tokens": _TOKENS, "how": how, "timeout": 10}
                 if way == "pull":
                     self._quietly(lambda: other.node.offer(request, other.blocks, _TOKENS))
-                    transfer = session.pull(request, dst_blocks=_landing(rng, mine), **about)
+                    transfer = session.pull(
+                        request, destination_blocks=_landing(rng, mine), **about
+                    )
                 else:
                     into = _landing(rng, other)
                     pushed: Json = {"source": mine.plan, "pushers": [mine.node.name]}
                     self._quietly(lambda: other.node.expect(request, into, _TOKENS, **pushed))
-                    transfer = session.push(request, src_blocks=mine.blocks, **about)
+                    transfer = session.push(request, source_blocks=mine.blocks, **about)
                 if rng.random() < 0.2:
                     transfer.cancel()
                 if rng.random() < 0.1:
                     session.close()
                 transfer.wait()
             case "offer":
-                mine.node.offer(request, mine.blocks, _TOKENS, seconds=rng.choice([0.01, 5.0]))
+                mine.node.offer(request, mine.blocks, _TOKENS, timeout=rng.choice([0.01, 5.0]))
             case "withdraw":
                 mine.node.withdraw(request)
             case "expect":

@@ -131,20 +131,22 @@ class ThinPair:
             each = -(-tokens // made.block_size)
             self.tables.append([blocks[n * each :][:each] for n in range(longs)] + [blocks[-1:]])
         for number, table in enumerate(self.tables[0][:-1]):
-            self.nodes[0].offer(f"long {number}", {0: table}, tokens, seconds=600)
-        self.nodes[0].offer("short", {0: self.tables[0][-1]}, 16, seconds=600)
+            self.nodes[0].offer(f"long {number}", {0: table}, tokens, timeout=600)
+        self.nodes[0].offer("short", {0: self.tables[0][-1]}, 16, timeout=600)
 
     def pull_short(self, session: Session) -> float:
         """Seconds that a few tokens take."""
         begun = time.monotonic()
-        session.pull("short", dst_blocks={0: self.tables[1][-1]}, tokens=(0, 8)).wait(60)
+        session.pull("short", destination_blocks={0: self.tables[1][-1]}, tokens=(0, 8)).wait(60)
         return time.monotonic() - begun
 
     def pull_longs(self, session: Session, how: How) -> list[Transfer]:
         """All long requests, under way at once."""
-        about: dict[str, Any] = {"tokens": self.tokens, "seconds": 300, "how": how}
+        about: dict[str, Any] = {"tokens": self.tokens, "timeout": 300, "how": how}
         tables = enumerate(self.tables[1][:-1])
-        return [session.pull(f"long {n}", dst_blocks={0: one}, **about) for n, one in tables]
+        return [
+            session.pull(f"long {n}", destination_blocks={0: one}, **about) for n, one in tables
+        ]
 
     def wrong(self) -> int:
         """Elements of all long requests that are not as they are at the source."""
@@ -220,10 +222,10 @@ def wide(name: str, tokens: int = MILLION, layers: int = 1000) -> dict[str, Any]
     way = taker.transport
     assert isinstance(way, Checking)
     way.expect(drawn(Move(src, dst, *tables, (0, tokens)), np.random.default_rng(1), layers))
-    giver.offer("long", tables[0], tokens, seconds=1800)
+    giver.offer("long", tables[0], tokens, timeout=1800)
     with Session(taker, [giver.endpoint]) as session, Peak() as peak:
         moving = session.pull(
-            "long", dst_blocks=tables[1], tokens=tokens, seconds=1800, how="direct"
+            "long", destination_blocks=tables[1], tokens=tokens, timeout=1800, how="direct"
         ).wait(1800)
     wrong = way.wrong
     if not moving.total == way.nbytes == moving.moved:

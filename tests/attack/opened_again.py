@@ -67,7 +67,7 @@ def _gather(scene: SourceRanks, stack: ExitStack) -> _Crowd:
     """Begin the sessions of the crowd, with hellos of real ranks of this process."""
     tokens, here = scene.tokens, scene.here
     about: dict[str, Any] = {"tokens": tokens} | scene.wire.node
-    one = Rank(scene.src, scene.wire.name, 4, rank=0, name="prefill", **about)
+    one = Rank(scene.source, scene.wire.name, 4, rank=0, name="prefill", **about)
     stack.callback(one.close)
     alone = Rank(source_plan(tokens), scene.wire.name, 5, name="prefill", **about)
     stack.callback(alone.close)

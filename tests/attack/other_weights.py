@@ -71,7 +71,7 @@ def _pull(scene: SourceRanks) -> list[str]:
 
     def pull() -> None:
         with Session(scene.here.node, scene.endpoints(*roles)) as session:
-            scene.pull(session, request, how=_how(scene), seconds=SECONDS).wait()
+            scene.pull(session, request, how=_how(scene), timeout=SECONDS).wait()
 
     faults = _refused(_code(pull), "a pull from other weights")
     scene.withdraw(request, *roles)
@@ -83,7 +83,7 @@ def _pulled(scene: SourceRanks) -> list[str]:
     role, request = scene.rng.choice(["other 0", "other 1"]), scene.name()
     scene.here.offer(request)
     where = {"endpoints": [scene.here.node.endpoint], "request": request, "how": _how(scene)}
-    code = scene[role].ask("move", way="pull", seconds=SECONDS, **where)["code"]
+    code = scene[role].ask("move", way="pull", timeout=SECONDS, **where)["code"]
     faults = _refused(code, "a pull by other weights")
     if scene.here.released:
         faults.append("a pull by other weights ended an offer")
@@ -94,14 +94,14 @@ def _pulled(scene: SourceRanks) -> list[str]:
 def _push(scene: SourceRanks) -> list[str]:
     """This node pushes to ranks of which one or both have other weights."""
     roles, request, here = scene.rng.choice(_MIXED), scene.name(), scene.here
-    about = {"source": scene.dst.to_json().decode(), "pushers": [here.node.name]}
+    about = {"source": scene.destination.to_json().decode(), "pushers": [here.node.name]}
     for role in roles:
         scene[role].ask("expect", request=request, **about)
 
     def push() -> None:
         with Session(here.node, scene.endpoints(*roles)) as session:
-            sent: Json = {"src_blocks": here.blocks, "tokens": scene.tokens, "how": _how(scene)}
-            session.push(request, seconds=SECONDS, **sent).wait()
+            sent: Json = {"source_blocks": here.blocks, "tokens": scene.tokens, "how": _how(scene)}
+            session.push(request, timeout=SECONDS, **sent).wait()
 
     faults = _refused(_code(push), "a push to other weights")
     for role in roles:
@@ -134,7 +134,7 @@ def _adapter_pulled(scene: SourceRanks) -> list[str]:
     request, faults = scene.name(), list[str]()
     scene.offer(request, *_OURS, **_identity(mine))
     with Session(scene.here.node, scene.endpoints(*_OURS)) as session:
-        about = {"how": _how(scene), "seconds": SECONDS}
+        about = {"how": _how(scene), "timeout": SECONDS}
         refused = scene.pull(session, request, identity=other, **about)
         faults += _refused(code_of(refused, SECONDS + SLACK), "a pull for another adapter")
         if not refused.wait_released(SECONDS):  # its blocks are quarantined until then
@@ -184,7 +184,7 @@ def _restarted(scene: SourceRanks) -> list[str]:
         try:
             now.ask("offer", request=request)
             scene.offer(request, well)
-            transfer = scene.pull(session, request, how=_how(scene), seconds=SECONDS)
+            transfer = scene.pull(session, request, how=_how(scene), timeout=SECONDS)
             code = code_of(transfer, SECONDS + SLACK)
             if code not in (_REFUSED, "peer_lost"):
                 faults.append(f"a pull from a rank with new weights ended in {code}")

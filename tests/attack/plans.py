@@ -96,15 +96,15 @@ def source_ranks_plan(tokens: int) -> Plan:
 
 
 def after(
-    src: Plan, seed: int | Sequence[int], dst: Plan, dst_seed: int, tokens: int
+    src: Plan, seed: int | Sequence[int], dst: Plan, destination_seed: int, tokens: int
 ) -> dict[int, Bytes]:
     """What the destination's pools hold after a request has moved, every byte of them.
 
     `seed` is that of all source ranks, or of each.
     """
-    into = contents(dst, dst_seed)
+    into = contents(dst, destination_seed)
     seeds = [seed] * src.ranks if isinstance(seed, int) else seed
     ranks = {rank: contents(src, own, rank) for rank, own in enumerate(seeds)}
-    tables = {"src_blocks": scattered(src, tokens), "dst_blocks": scattered(dst, tokens)}
+    tables = {"source_blocks": scattered(src, tokens), "destination_blocks": scattered(dst, tokens)}
     copy_request(route(src, dst), ranks, {0: into}, tokens=tokens, **tables)
     return into

@@ -55,7 +55,7 @@ def _typical(scene: SourceRanks, how: str) -> float:
             request = scene.name()
             scene.offer(request, *_PAIRS["one"])
             begun = time.monotonic()
-            scene.pull(session, request, how=how, seconds=SECONDS).wait()
+            scene.pull(session, request, how=how, timeout=SECONDS).wait()
             taken.append(time.monotonic() - begun)
     return min(taken)
 
@@ -102,7 +102,7 @@ def _two_pulls(scene: SourceRanks) -> tuple[list[str], bool]:
         sessions, start = {"one": one, "two": two}, threading.Barrier(2)
         attempts = {
             pair: _Attempt(partial(scene.pull, sessions[pair], requests[pair],
-                                   how=rng.choice(_ALL_HOW), seconds=SECONDS), start)
+                                   how=rng.choice(_ALL_HOW), timeout=SECONDS), start)
             for pair in _PAIRS
         }  # fmt: skip
         for attempt in attempts.values():
@@ -110,7 +110,7 @@ def _two_pulls(scene: SourceRanks) -> tuple[list[str], bool]:
         faults += _one_owner(scene, attempts)
         loser = next((pair for pair, one in attempts.items() if one.code == _IN_USE), None)
         if loser and not faults:  # the blocks are free again: the same pull is served now
-            again = scene.pull(sessions[loser], requests[loser], seconds=SECONDS)
+            again = scene.pull(sessions[loser], requests[loser], timeout=SECONDS)
             code = code_of(again, SECONDS + SLACK)
             faults += _served(scene, loser, code)
     for pair, roles in _PAIRS.items():
@@ -152,7 +152,7 @@ def _owned(scene: SourceRanks) -> tuple[list[str], bool | None]:
             node.withdraw(own)
         else:
             faults += _pushed_by_two(scene, own)
-        code = code_of(scene.pull(session, request, seconds=SECONDS), SECONDS + SLACK)
+        code = code_of(scene.pull(session, request, timeout=SECONDS), SECONDS + SLACK)
     faults += _served(scene, "one", code)
     scene.withdraw(request, *_PAIRS["one"])
     return faults + scene.nothing_left(), None
@@ -181,17 +181,17 @@ def _conflicts(
 ) -> list[tuple[str, Callable[[], object]]]:
     """Operations that need blocks which something else uses: all of them, or one."""
     rng, node, tokens = scene.rng, scene.here.node, scene.tokens
-    blocks, few = scene.here.blocks, 2 * scene.dst.groups[0].block
+    blocks, few = scene.here.blocks, 2 * scene.destination.groups[0].block
     own = list(blocks[0])
-    free = [one for one in range(scene.dst.pools[0].blocks) if one not in own]
+    free = [one for one in range(scene.destination.pools[0].blocks) if one not in own]
     mixed = [rng.choice(free), rng.choice(own)]
     rng.shuffle(mixed)
-    about: dict[str, Any] = {"seconds": SECONDS, "how": rng.choice(_ALL_HOW)}
-    source: dict[str, Any] = {"source": scene.src, "pushers": ["one"]}
+    about: dict[str, Any] = {"timeout": SECONDS, "how": rng.choice(_ALL_HOW)}
+    source: dict[str, Any] = {"source": scene.source, "pushers": ["one"]}
     found: list[tuple[str, Callable[[], object]]] = [
         ("a pull", lambda: scene.pull(session, request, **about)),
-        ("a checked pull", lambda: scene.pull(session, request, checksums=True, seconds=SECONDS)),
-        ("a pull", lambda: session.pull(request, dst_blocks=mixed, tokens=few, **about)),
+        ("a checked pull", lambda: scene.pull(session, request, checksums=True, timeout=SECONDS)),
+        ("a pull", lambda: session.pull(request, destination_blocks=mixed, tokens=few, **about)),
         ("an expectation", lambda: node.expect("again", blocks, tokens, **source)),
         ("an expectation", lambda: node.expect("again", mixed, few, **source)),
     ]
@@ -215,7 +215,7 @@ def _must_be_in_use(act: Callable[[], object], what: str) -> list[str]:
 def _offered_at_once(scene: SourceRanks, session: Session, own: str, request: str) -> list[str]:
     """An offer and a pull want the blocks at once: an offer never shows a pull's bytes."""
     start = threading.Barrier(2)
-    attempt = _Attempt(partial(scene.pull, session, request, seconds=SECONDS), start)
+    attempt = _Attempt(partial(scene.pull, session, request, timeout=SECONDS), start)
     start.wait()
     time.sleep(scene.rng.choice([0.0, 0.0, scene.rng.uniform(0.0, 0.03)]))
     try:
@@ -245,12 +245,14 @@ def _quarantined(scene: SourceRanks, seconds: dict[str, float]) -> tuple[list[st
     how = rng.choice(["direct", "staged", "staged"])
     role = rng.choice(_PAIRS["one"])
     scene.offer(request, *_PAIRS["one"])
+    instead = scene.name()
+    scene.offer(instead, *_PAIRS["two"])  # now, so that the blocks are wanted at once after it
     with (
         Session(node, scene.endpoints(*_PAIRS["one"])) as session,
         Session(node, scene.endpoints(*_PAIRS["two"])) as other,
         posted() as handles,
     ):
-        transfer = scene.pull(session, request, how=how, seconds=SECONDS)
+        transfer = scene.pull(session, request, how=how, timeout=SECONDS)
         time.sleep(rng.uniform(0.02, 0.9) * seconds[how])
         scene[role].stop()
         time.sleep(rng.uniform(0.0, 0.02))
@@ -261,11 +263,13 @@ def _quarantined(scene: SourceRanks, seconds: dict[str, float]) -> tuple[list[st
             hit = False
         else:
             goes_on = time.monotonic() + rng.choice([0.0, rng.uniform(0.0, 0.5)])
-            faults, hit = _wanted(scene, other, transfer, scene[role].go_on, goes_on)
+            refill = partial(scene.pull, other, instead, timeout=SECONDS)
+            faults, hit = _wanted(scene, transfer, scene[role].go_on, goes_on, refill)
             if not all(handle.settle() for handle in handles):
                 faults.append("blocks were reused before the transport was done")
         transfer.wait_released(SECONDS)
     scene.withdraw(request, *_PAIRS["one"])
+    scene.withdraw(instead, *_PAIRS["two"])
     if not faults and not transfer.ready:
         time.sleep(LATE)
         faults += scene.holds(_SEEDS["two"], "late bytes in reused blocks")
@@ -274,17 +278,16 @@ def _quarantined(scene: SourceRanks, seconds: dict[str, float]) -> tuple[list[st
 
 def _wanted(
     scene: SourceRanks,
-    other: Session,
     failed: Transfer,
     go_on: Callable[[], None],
     goes_on: float,
+    refill: Callable[[], Transfer],
 ) -> tuple[list[str], bool]:
     """Ask for the blocks of a failed pull until they are free, then fill them from elsewhere.
 
     Returns what was wrong, and whether a claim was refused while they were quarantined.
     """
-    request, refused = scene.name(), False
-    scene.offer(request, *_PAIRS["two"])
+    refused = False
     deadline = time.monotonic() + 2 * SECONDS
     faults: list[str] = []
     while not faults and time.monotonic() < deadline:
@@ -307,9 +310,7 @@ def _wanted(
         faults.append("blocks of a failed pull are never released")
     go_on()
     if not faults:
-        transfer = scene.pull(other, request, seconds=SECONDS)
-        faults += _served(scene, "two", code_of(transfer, SECONDS + SLACK))
-    scene.withdraw(request, *_PAIRS["two"])
+        faults += _served(scene, "two", code_of(refill(), SECONDS + SLACK))
     return faults, refused
 
 

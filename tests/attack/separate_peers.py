@@ -30,7 +30,9 @@ class _Scene(SourceRanks):
 
     def __init__(self, attack: Attack) -> None:
         super().__init__(attack, _CAST)
-        self.snoop = Rank(self.dst, self.wire.name, 9, self.tokens, name="snoop", **self.node)
+        self.snoop = Rank(
+            self.destination, self.wire.name, 9, self.tokens, name="snoop", **self.node
+        )
 
     def close(self) -> list[str]:
         self.snoop.close()
@@ -51,13 +53,17 @@ def _snooped(scene: _Scene) -> tuple[list[str], bool]:
     with ExitStack() as stack:
         session = stack.enter_context(Session(scene.here.node, endpoints))
         other = stack.enter_context(Session(scene.snoop.node, endpoints))
-        about: Json = {"dst_blocks": scene.snoop.blocks, "tokens": scene.tokens, "seconds": SECONDS}
+        about: Json = {
+            "destination_blocks": scene.snoop.blocks,
+            "tokens": scene.tokens,
+            "timeout": SECONDS,
+        }
         if (code := code_of(other.pull(request, **about), SECONDS)) != "unknown_request":
             faults.append(f"a pull of what is offered to another ended in {code}")
         thread = threading.Thread(target=seen.look, args=[[other.link(rank) for rank in (0, 1)]])
         thread.start()
         try:
-            transfer = scene.pull(session, request, seconds=SECONDS)
+            transfer = scene.pull(session, request, timeout=SECONDS)
             code = code_of(transfer, SECONDS + SLACK)
         finally:
             seen.done.set()
@@ -86,7 +92,7 @@ class _Seen:
         """Look at everything, again and again until it is done."""
         while True:
             for link in links:
-                for pool, region in link.theirs.items():
+                for pool, region in link.peer_memory.items():
                     for start in range(0, region.nbytes - _SPAN + 1, _SPAN):
                         self._look_at(link, pool, start)
                 self._try_beyond(link)
@@ -109,7 +115,7 @@ class _Seen:
     def _try_beyond(self, link: Link) -> None:
         """Read what the peer was told nothing of."""
         for pool in (STAGING, 0):
-            if pool not in link.theirs:
+            if pool not in link.peer_memory:
                 try:
                     link.read([_run(pool, 0, STAGING, 0, _SPAN)]).wait(float("inf"))
                 except AtlasError:

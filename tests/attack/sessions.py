@@ -35,7 +35,7 @@ def thousands_of_sessions(attack: Attack) -> Outcome:
         outcome.add([f"session {opened + 1} was refused: {refused.code}"])
     far.ask("offer", request="last")
     with Session(here.node, endpoint) as session:
-        session.pull("last", dst_blocks=here.blocks, tokens=_TOKENS).wait(20)
+        session.pull("last", destination_blocks=here.blocks, tokens=_TOKENS).wait(20)
     right = not here.wrong(after(src, 1, dst, 7, _TOKENS))
     outcome.add([] if right else ["wrong bytes in the last session"])
     settled = waited(

@@ -182,7 +182,7 @@ class Soak:
         return {
             "how": self.rng.choice(["direct", "staged", "auto"]),
             "checksums": self.rng.random() < 0.3,
-            "seconds": self.rng.choice([0.3, 2.0, 10.0]),
+            "timeout": self.rng.choice([0.3, 2.0, 10.0]),
         }
 
     def _pull(self, label: str, source: Worker, target: Worker, slot: int, request: str) -> None:
@@ -204,7 +204,7 @@ class Soak:
             self._ended(label, target, slot, life, code)
             self.tell(source, "withdraw", lambda _: None, request=request)
 
-        self.tell(source, "offer", offered, request=request, slot=source_slot, seconds=30.0)
+        self.tell(source, "offer", offered, request=request, slot=source_slot, timeout=30.0)
 
     def _push(self, label: str, source: Worker, target: Worker, slot: int, request: str) -> None:
         source_slot, life = self.rng.choice(OWN), target.restarts

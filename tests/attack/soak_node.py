@@ -63,7 +63,10 @@ def _contents(number: int) -> dict[int, Bytes]:
 def carry(source: int, slot: int, plan: Plan, into: Bytes, landing: int) -> None:
     """A request of another node, put where it belongs without any wire."""
     src = soak_plan(source)
-    blocks = {"src_blocks": slot_blocks(src, slot), "dst_blocks": slot_blocks(plan, landing)}
+    blocks = {
+        "source_blocks": slot_blocks(src, slot),
+        "destination_blocks": slot_blocks(plan, landing),
+    }
     moved = route(src, plan)
     copy_request(moved, {0: _contents(source)}, {0: {0: into}}, tokens=SLOT_TOKENS, **blocks)
 
@@ -88,7 +91,7 @@ class SoakNode:
         blocks = slot_blocks(self.plan, slot)
         copy_request(
             route(self.plan, self.plan), {0: {0: ones}}, {0: {0: mask}},
-            src_blocks=blocks, dst_blocks=blocks, tokens=SLOT_TOKENS,
+            source_blocks=blocks, destination_blocks=blocks, tokens=SLOT_TOKENS,
         )  # fmt: skip
         return mask.astype(bool)
 
@@ -123,9 +126,9 @@ class SoakNode:
         said: Json = act(**order["about"])
         return said
 
-    def do_offer(self, request: str, slot: int, seconds: float) -> Json:
+    def do_offer(self, request: str, slot: int, timeout: float) -> Json:
         blocks = slot_blocks(self.plan, slot)
-        self.node.offer(request, blocks, SLOT_TOKENS, seconds=seconds)
+        self.node.offer(request, blocks, SLOT_TOKENS, timeout=timeout)
         return {}
 
     def do_withdraw(self, request: str) -> Json:
@@ -143,7 +146,9 @@ class SoakNode:
             session = self._session(source, endpoint, keep=keep)
             try:
                 blocks = slot_blocks(self.plan, slot)
-                transfer = session.pull(request, dst_blocks=blocks, tokens=SLOT_TOKENS, **about)
+                transfer = session.pull(
+                    request, destination_blocks=blocks, tokens=SLOT_TOKENS, **about
+                )
                 try:
                     if cancel:
                         transfer.wait(cancel)
@@ -185,7 +190,7 @@ class SoakNode:
             session = self._session(target, endpoint, keep=keep)
             try:
                 blocks = slot_blocks(self.plan, slot)
-                session.push(request, src_blocks=blocks, tokens=SLOT_TOKENS, **about).wait()
+                session.push(request, source_blocks=blocks, tokens=SLOT_TOKENS, **about).wait()
             finally:
                 if not keep:
                     session.close()
@@ -195,12 +200,12 @@ class SoakNode:
 
     def _session(self, peer: int, endpoint: str, *, keep: bool) -> Session:
         if not keep:
-            return Session(self.node, [endpoint], seconds=5)
+            return Session(self.node, [endpoint], timeout=5)
         with self.lock:
             known = self.sessions.get(peer)
         if known is not None and known[0] == endpoint:
             return known[1]
-        session = Session(self.node, [endpoint], seconds=5)
+        session = Session(self.node, [endpoint], timeout=5)
         with self.lock:
             old, self.sessions[peer] = self.sessions.get(peer), (endpoint, session)
         if old is not None:

@@ -33,17 +33,17 @@ class SourceRanks(Destination):
 
     def __init__(self, attack: Attack, cast: Mapping[str, Json], **node: Any) -> None:
         super().__init__(attack, **node)
-        self.src = source_ranks_plan(self.tokens)
+        self.source = source_ranks_plan(self.tokens)
         self.cast = cast
         self.children = {role: self.start(role) for role in cast}
-        self.clean = contents(self.dst, 7)
+        self.clean = contents(self.destination, 7)
         self._right: dict[tuple[int, int], dict[int, Bytes]] = {}
 
     def start(self, role: str, **changed: Any) -> Child:
         """Start the process of a role."""
         given: Json = {"tokens": self.tokens, "settings": self.wire.settings}
         about = given | self.node | self.cast[role] | changed
-        return Child().start(self.src, self.wire.name, **about)
+        return Child().start(self.source, self.wire.name, **about)
 
     def __getitem__(self, role: str) -> Child:
         return self.children[role]
@@ -62,7 +62,7 @@ class SourceRanks(Destination):
     def right(self, seeds: tuple[int, int]) -> dict[int, Bytes]:
         """The destination's pools after a transfer from ranks of these seeds."""
         if seeds not in self._right:
-            self._right[seeds] = after(self.src, seeds, self.dst, 7, self.tokens)
+            self._right[seeds] = after(self.source, seeds, self.destination, 7, self.tokens)
         return self._right[seeds]
 
     def restore(self) -> None:
@@ -73,7 +73,7 @@ class SourceRanks(Destination):
     def expect(self, request: str, **about: Any) -> Expected:
         """Expect a request from both ranks in all blocks of the destination."""
         here = self.here
-        given: Json = {"source": self.src, "pushers": PUSHERS} | about
+        given: Json = {"source": self.source, "pushers": PUSHERS} | about
         return here.node.expect(request, here.blocks, self.tokens, **given)
 
     def offer(self, request: str, *roles: str, **about: Any) -> None:
@@ -88,7 +88,7 @@ class SourceRanks(Destination):
 
     def push(self, role: str, request: str, **about: Any) -> None:
         """Have a rank push a request; `Child.heard` returns the outcome."""
-        about = {"seconds": SECONDS, "how": self.rng.choice(["direct", "staged"])} | about
+        about = {"timeout": SECONDS, "how": self.rng.choice(["direct", "staged"])} | about
         endpoints = [self.here.node.endpoint]
         self[role].tell("move", way="push", endpoints=endpoints, request=request, **about)
 
@@ -124,7 +124,7 @@ class SourceRanks(Destination):
         self.offer(request, *roles)
         try:
             with Session(self.here.node, self.endpoints(*roles)) as session:
-                self.pull(session, request, checksums=True, seconds=SECONDS, **about).wait()
+                self.pull(session, request, checksums=True, timeout=SECONDS, **about).wait()
         except AtlasError as refused:
             return [f"the next transfer ended in {refused.code}"]
         finally:

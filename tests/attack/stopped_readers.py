@@ -37,11 +37,11 @@ class _Scene(SourceRanks):
 
     def _reader(self, nth: int) -> Child:
         about: Json = {"tokens": self.tokens, "settings": self.wire.settings, "slow": _SLOW}
-        return Child().start(self.dst, self.wire.name, 20 + nth, **about | self.node)
+        return Child().start(self.destination, self.wire.name, 20 + nth, **about | self.node)
 
     def pulls_beside(self, nth: int, request: str) -> None:
         endpoints = self.endpoints(*_RANKS)
-        about: Json = {"way": "pull", "how": "staged", "seconds": SECONDS}
+        about: Json = {"way": "pull", "how": "staged", "timeout": SECONDS}
         self.readers[nth].tell("move", request=request, endpoints=endpoints, **about)
 
     def revived(self) -> list[str]:
@@ -89,7 +89,7 @@ def _stopped(scene: _Scene) -> tuple[list[str], bool]:
     hit = max(scene.lent()) == _ALL
     goes_on = rng.random() < 0.5
     with Session(scene.here.node, scene.endpoints(*_RANKS)) as session:
-        transfer = scene.pull(session, requests[-1], how="staged", seconds=_PROMPT)
+        transfer = scene.pull(session, requests[-1], how="staged", timeout=_PROMPT)
         if goes_on:
             time.sleep(rng.uniform(1.5, 3.0))
             for child in scene.readers:
@@ -114,7 +114,7 @@ def _ended(scene: _Scene, nth: int) -> list[str]:
     code = child.heard(SECONDS + 2 * SLACK)["code"]
     if code not in _ENDS | _GIVEN_UP.get(scene.wire.name, set()):
         return [f"a reader that was stopped ended in {code}"]
-    about = {"source": scene.src.to_json().decode(), "seed": _SEED}
+    about = {"source": scene.source.to_json().decode(), "seed": _SEED}
     if code == "ready" and child.ask("holds", **about)["wrong"]:
         return ["wrong bytes in a stopped reader's pull that is ready"]
     return []

@@ -30,7 +30,7 @@ def posted() -> Iterator[list[Handle]]:
 
     def noted(link: Link, copies: Sequence[Copy], *about: Any, **given: Any) -> Handle:
         handle = read(link, copies, *about, **given)
-        if any(copy.dst_pool != STAGING for copy in copies):
+        if any(copy.destination_pool != STAGING for copy in copies):
             handles.append(handle)
         return handle
 
@@ -54,7 +54,7 @@ def _stopped_source(scene: Scene) -> tuple[list[str], bool]:
     session = Session(scene.here.node, [struck.endpoint])
     closing = threading.Thread(target=session.close)
     with posted() as handles:
-        transfer = scene.pull(session, request, how=how, seconds=moment + 0.5)
+        transfer = scene.pull(session, request, how=how, timeout=moment + 0.5)
         time.sleep(moment)
         struck.stop()
         hit = not transfer.done
@@ -100,11 +100,11 @@ def _stopped_pusher(scene: Scene) -> tuple[list[str], bool]:
     rng, here, pusher = scene.rng, scene.here, scene.struck
     how, request, faults = rng.choice(["direct", "staged"]), scene.name(), list[str]()
     expected = here.node.expect(
-        request, here.blocks, scene.tokens, source=scene.src, pushers=["node-1"]
+        request, here.blocks, scene.tokens, source=scene.source, pushers=["node-1"]
     )
     asked = here.node.metrics.values["messages"]
     there = {"way": "push", "endpoints": [here.node.endpoint], "request": request}
-    pusher.tell("move", **there, how=how, seconds=8.0)
+    pusher.tell("move", **there, how=how, timeout=8.0)
     # Its hello, and what it opens.
     waited(lambda: here.node.metrics.values["messages"] >= asked + 2, SLACK)
     time.sleep(rng.uniform(0.0, 0.7) * scene.seconds["staged"])

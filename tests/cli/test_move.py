@@ -51,7 +51,7 @@ def test_content_is_converted_on_the_way_and_people_get_a_table() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("move", "Qwen3-8B", "--how", "sideways"), "auto, direct or staged"),
+        (("move", "Qwen3-8B", "--how", "sideways"), "auto, direct, staged or coalesced"),
         (
             ("move", "Qwen3-8B", "--transport", "pigeon"),
             "'pigeon' is not one of nixl, mooncake, tcp, shm",

@@ -52,7 +52,7 @@ def engine(name: str, pages: Guarded, where: Any, number: int, **about: Any) -> 
         plan = make_plan(model_of(name).config, batch=3, prefix_caching=True, **options)
     options = {"block_size": BLOCK, **about}
     if "://" in str(where):
-        options = {"staging": 1 << 20, "deadline": 30.0, **options}
+        options = {"staging": 1 << 20, "timeout": 30.0, **options}
     else:
         options = {"memory": "1MiB", **options}
     cache = pages.bind(plan, BlockPool(plan, null_block=False))

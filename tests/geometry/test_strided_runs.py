@@ -117,7 +117,7 @@ def test_spans_name_every_common_state_once(
         assert length >= 1
         for nth in range(length):
             ends = []
-            for starts, end in ((spans.src, src), (spans.dst, dst)):
+            for starts, end in ((spans.source, src), (spans.destination, dst)):
                 entry, kernel, state = (int(part[index]) for part in starts)
                 assert state + length <= end.states
                 ends.append((entry, kernel, state + nth))
@@ -133,7 +133,7 @@ def test_spans_name_every_common_state_once(
     if src.every == dst.every == 1:
         # As long as can be: the next span starts a kernel block at one end or the other.
         for index in range(1, len(spans.length)):
-            assert 0 in (spans.src.state[index], spans.dst.state[index])
+            assert 0 in (spans.source.state[index], spans.destination.state[index])
 
 
 @given(state_blocks, state_blocks)

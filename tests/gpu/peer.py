@@ -133,7 +133,7 @@ class Served:
     def do_push(self, endpoints: list[str], request: str, **given: Any) -> Json:
         from kvatlas.wire import Session
 
-        about = {"src_blocks": self.ranks.blocks, "tokens": self.ranks.tokens} | given
+        about = {"source_blocks": self.ranks.blocks, "tokens": self.ranks.tokens} | given
         try:
             for node in self.ranks.nodes:
                 with Session(node, endpoints) as session:

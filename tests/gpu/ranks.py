@@ -63,14 +63,14 @@ class GpuRanks:
     def endpoints(self) -> list[str]:
         return [node.endpoint for node in self.nodes]
 
-    def offer(self, request: str, seconds: float = 60.0) -> None:
+    def offer(self, request: str, timeout: float = 60.0) -> None:
         for node in self.nodes:
             rank = node.rank
 
             def noted(request: str, why: str, rank: int = rank) -> None:
                 self.released.append((rank, request, why))
 
-            node.offer(request, self.blocks, self.tokens, seconds=seconds, released=noted)
+            node.offer(request, self.blocks, self.tokens, timeout=timeout, released=noted)
 
     def wrong(self, right: Contents) -> int:
         """Bytes that are not as they should be, guards included."""

@@ -76,7 +76,7 @@ def main(wire: str, strike: str) -> None:
     }  # fmt: skip
     peer.ask("offer", request="r")
     with Session(rank.nodes[0], said["endpoints"]) as session:
-        asked: Any = {"dst_blocks": rank.blocks, "tokens": tokens, "seconds": 8}
+        asked: Any = {"destination_blocks": rank.blocks, "tokens": tokens, "timeout": 8}
         transfer = session.pull("r", **asked)
         if unlike:
             launches.begun.wait(20)

@@ -30,7 +30,7 @@ def test_a_graph_is_captured_and_played_while_pulls_run() -> None:
                 number += 1
                 source.offer(f"r{number}")
                 try:
-                    about: dict[str, Any] = {"dst_blocks": target.blocks, "tokens": TOKENS}
+                    about: dict[str, Any] = {"destination_blocks": target.blocks, "tokens": TOKENS}
                     session.pull(f"r{number}", **about).wait()
                 except Exception as problem:
                     failures.append(problem)

@@ -87,7 +87,9 @@ def test_pools_on_a_gpu_convert_over_a_wire(names: tuple[str, str]) -> None:
         here.offer("r")
         for node in there.nodes:
             with Session(node, here.endpoints) as session:
-                session.pull("r", dst_blocks=there.blocks, tokens=TOKENS, checksums=True).wait(20)
+                session.pull(
+                    "r", destination_blocks=there.blocks, tokens=TOKENS, checksums=True
+                ).wait(20)
         after = {rank: memory.copy() for rank, memory in before.items()}
         for rank, memory in after.items():
             for index, pool in there.pools(rank).items():

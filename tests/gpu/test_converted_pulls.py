@@ -91,7 +91,7 @@ def check(peer: Peer, src: Plan, dst: Plan, *, cast: bool, **about: Any) -> None
         peer.ask("offer", request="r", busy=100)
     for node in ranks.nodes:
         with Session(node, served["endpoints"]) as session:
-            asked: Any = {"dst_blocks": ranks.blocks, "tokens": TOKENS, **about}
+            asked: Any = {"destination_blocks": ranks.blocks, "tokens": TOKENS, **about}
             done = session.pull("r", **asked).wait(30)
             assert done.moved == done.total
         assert node.metrics.values["gpu_converted_bytes"] == (done.total if cast else 0)

@@ -33,8 +33,8 @@ def check(tier: Tier, src: Plan, dst: Plan) -> None:
         for pools in (filled, poison.pools)
     )
     keys: Any = keys_of(tier.plan)
-    tier.store(mine, src, blocks=move.src_blocks, tokens=TOKENS, keys=keys)
-    tier.fetch(other, dst, blocks=move.dst_blocks, tokens=TOKENS, keys=keys)
+    tier.store(mine, src, blocks=move.source_blocks, tokens=TOKENS, keys=keys)
+    tier.fetch(other, dst, blocks=move.destination_blocks, tokens=TOKENS, keys=keys)
     tier.drop(keys)
     right, _ = oracle.expected(move, 0, poison)
     for index, pool in other.items():

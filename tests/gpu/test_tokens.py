@@ -36,9 +36,9 @@ def test_tokens_after_a_hand_over(peer: Peer, name: str, wire: str) -> None:
                 for pool in here.cache.cache.pools.values():
                     pool.fill_(0xA5)
                 checked = turn == 0
-                session.pull(f"r{turn}", dst_blocks=blocks, tokens=PROMPT, checksums=checked).wait(
-                    30
-                )
+                session.pull(
+                    f"r{turn}", destination_blocks=blocks, tokens=PROMPT, checksums=checked
+                ).wait(30)
                 time.sleep(0.05)  # what is prepared is so beside everything else
         assert here.go_on(said["first"]) == undisturbed(name)
     finally:

@@ -83,7 +83,7 @@ def right_of(move: Any, poison: Any) -> Any:
 
 def pull(node: Any, endpoints: list[str], blocks: Any, tokens: int, **about: Any) -> Transfer:
     with Session(node, endpoints) as session:
-        return session.pull("r", dst_blocks=blocks, tokens=tokens, **about).wait(30)
+        return session.pull("r", destination_blocks=blocks, tokens=tokens, **about).wait(30)
 
 
 def check(peer: Peer, wire: str, src: Plan, dst: Plan, **about: Any) -> Any:
@@ -112,9 +112,9 @@ def test_a_peer_reads_staging_memory_that_is_its_alone(peer: Peer, wire: str) ->
         with Session(node, served["endpoints"]) as session:
             for turn in range(3):
                 peer.ask("offer", request=f"r{turn}")
-                about = {"dst_blocks": ranks.blocks, "tokens": TOKENS}
+                about = {"destination_blocks": ranks.blocks, "tokens": TOKENS}
                 session.pull(f"r{turn}", **about).wait(30)
-            assert not any(session.link(rank).theirs for rank in range(src.ranks))
+            assert not any(session.link(rank).peer_memory for rank in range(src.ranks))
         assert ranks.wrong(right_of(move, poison)) == 0
     assert peer.ask("wrong")["wrong"] == 0
     peer.ask("close")
@@ -149,7 +149,9 @@ def test_requests_of_one_shape_again_and_again(peer: Peer) -> None:
                         peer.ask("offer", request=request)
                         for index, pool in ranks.pools(node.rank).items():
                             pool.copy_(torch.from_numpy(poison[node.rank].pools[index]))
-                        transfer = session.pull(request, dst_blocks=ranks.blocks, tokens=TOKENS)
+                        transfer = session.pull(
+                            request, destination_blocks=ranks.blocks, tokens=TOKENS
+                        )
                         assert transfer.wait(30).ready
                         time.sleep(0.03)  # what is prepared is so beside everything else
                     found = [session._connections.find(one) for one in served["endpoints"]]
@@ -185,7 +187,7 @@ def test_layers_that_are_written_while_others_are_read(
     served = peer.serve(src, dst, wire, TOKENS)
     with ranks_of(dst, wire, move) as (ranks, poison):
         peer.ask("offer_layers", request="r")
-        about: dict[str, Any] = {"dst_blocks": ranks.blocks, "tokens": TOKENS}
+        about: dict[str, Any] = {"destination_blocks": ranks.blocks, "tokens": TOKENS}
         with Session(ranks.nodes[0], served["endpoints"]) as session:
             transfer = session.pull("r", **about, streamed=streamed).wait(30)
         assert ranks.wrong(right_of(move, poison)) == 0
@@ -226,7 +228,7 @@ def failing(peer: Peer, served: Json, strike: Any, **offer: Any) -> Code:
     with ranks_of(dst, "cuda", move_of(src, dst, TOKENS)) as (ranks, _):
         peer.ask("offer", request="r", busy=2000, **offer)
         with Session(ranks.nodes[0], served["endpoints"]) as session:
-            transfer = session.pull("r", dst_blocks=ranks.blocks, tokens=TOKENS, seconds=8)
+            transfer = session.pull("r", destination_blocks=ranks.blocks, tokens=TOKENS, timeout=8)
             time.sleep(0.3)
             strike()
             with pytest.raises(AtlasError) as refused:
@@ -244,7 +246,7 @@ def served_for_failures(peer: Peer) -> Json:
 
 
 def test_a_lease_that_expires_under_the_copy(peer: Peer) -> None:
-    code = failing(peer, served_for_failures(peer), lambda: None, seconds=0.5)
+    code = failing(peer, served_for_failures(peer), lambda: None, timeout=0.5)
     assert code in (Code.LEASE_EXPIRED, Code.UNKNOWN_REQUEST)
     peer.ask("close")
 

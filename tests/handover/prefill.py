@@ -43,7 +43,7 @@ def run(task: dict[str, Any]) -> tuple[SimulatedRanks, dict[str, Any]]:
         # The ranks' blocks are the same for all prompts: only the last is on offer.
         for node in ranks.nodes:
             node.withdraw("request")
-            node.offer("request", blocks, PROMPT, seconds=120)
+            node.offer("request", blocks, PROMPT, timeout=120)
         said[number] = first
     return ranks, {"endpoints": ranks.endpoints, "first": said}
 

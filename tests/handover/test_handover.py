@@ -120,7 +120,7 @@ def pull(ranks: SimulatedRanks, endpoints: list[str], **options: Any) -> dict[in
     blocks = scattered(ranks.plan, PROMPT)
     for node in ranks.nodes:
         with Session(node, endpoints) as session:
-            options = {"dst_blocks": blocks, "tokens": PROMPT, "seconds": 60, **options}
+            options = {"destination_blocks": blocks, "tokens": PROMPT, "timeout": 60, **options}
             transfer = session.pull("request", **options).wait()
             assert transfer.ready
     return blocks
@@ -171,7 +171,7 @@ def test_tokens_after_a_hand_over_within_a_process(name: str) -> None:
         ]
         for node in prefilled.nodes:
             with Session(node, ranks.endpoints) as session:
-                session.push("request", src_blocks=blocks, tokens=PROMPT).wait(30)
+                session.push("request", source_blocks=blocks, tokens=PROMPT).wait(30)
         assert all(expected.ready.is_set() for expected in waiting)
         first = undisturbed(name, 5)[0]
         assert go_on(name, ranks, mine, 5, first) == undisturbed(name, 5)
@@ -238,7 +238,7 @@ def same_bytes(name: str, ranks: SimulatedRanks, blocks: dict[int, list[int]]) -
         assert expected.copy_from(own_cache(name, 5), PROMPT) == blocks
         way = route(ranks.plan, ranks.plan)
         for rank, pools in ranks.pools.items():
-            needs = way.needs(dst_rank=rank, dst_blocks=blocks, tokens=PROMPT)
+            needs = way.needs(destination_rank=rank, destination_blocks=blocks, tokens=PROMPT)
             for pool, (starts, lengths) in needs.items():
                 for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
                     place = slice(start, start + length)

@@ -81,12 +81,12 @@ class _Orders:
     def hold(self, destination: str) -> None:
         """Fill the pools of a source with the values that a destination expects."""
         move = self._move(self.rank.plan, Plan.from_json(destination.encode()))
-        for elements in oracle.held(move, "src", self.rank.rank):
+        for elements in oracle.held(move, "source", self.rank.rank):
             elements.write(self.rank.pools[elements.pool])
         self.before = {index: pool.copy() for index, pool in self.rank.pools.items()}
 
     def offer(self, request: str) -> None:
-        self.rank.offer(request, seconds=300.0)
+        self.rank.offer(request, timeout=300.0)
 
     def withdraw(self, request: str) -> None:
         self.rank.node.withdraw(request)
@@ -96,7 +96,7 @@ class _Orders:
         self.disconnect()
         begun = time.monotonic()
         try:
-            self.session = Session(self.rank.node, endpoints, seconds=seconds)
+            self.session = Session(self.rank.node, endpoints, timeout=seconds)
         except AtlasError as refused:
             return _failed(refused, begun)
         return Outcome(READY, time.monotonic() - begun)
@@ -111,7 +111,7 @@ class _Orders:
         assert self.session is not None
         self.begun = time.monotonic()
         self.transfer = self.session.pull(
-            request, dst_blocks=self.rank.blocks, tokens=self.rank.tokens, **about
+            request, destination_blocks=self.rank.blocks, tokens=self.rank.tokens, **about
         )
 
     def push(self, request: str, about: Json) -> None:
@@ -119,7 +119,7 @@ class _Orders:
         assert self.session is not None
         self.begun = time.monotonic()
         self.transfer = self.session.push(
-            request, src_blocks=self.rank.blocks, tokens=self.rank.tokens, **about
+            request, source_blocks=self.rank.blocks, tokens=self.rank.tokens, **about
         )
 
     def expect(self, request: str, source: str, pushers: list[str]) -> None:
@@ -159,7 +159,7 @@ class _Orders:
         """Compare the pools of a destination with those after a transfer from a source plan."""
         right = {index: pool.copy() for index, pool in self.before.items()}
         move = self._move(Plan.from_json(source.encode()), self.rank.plan)
-        for elements in oracle.held(move, "dst", self.rank.rank):
+        for elements in oracle.held(move, "destination", self.rank.rank):
             elements.write(right[elements.pool])
         between = {
             index: np.where(pool == self.before[index], right[index], pool)

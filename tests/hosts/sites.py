@@ -106,7 +106,7 @@ class Site:
         """Start a pull of a new request into clean pools, and return the request's name."""
         target.ask("wipe")
         request = self.offer(sources)
-        target.ask("pull", request, {"seconds": 30.0} | about)
+        target.ask("pull", request, {"timeout": 30.0} | about)
         return request
 
     def arrives(self, target: Member, sources: list[Member], **about: Any) -> Outcome:

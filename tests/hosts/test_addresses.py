@@ -28,7 +28,7 @@ def test_the_source_has_another_address(
     again = site.source(number=2)
     target.ask("wipe")
     request = site.offer(again)
-    target.ask("pull", request, {"seconds": SECONDS})
+    target.ask("pull", request, {"timeout": SECONDS})
     outcome = target.ask("end")
     note(f"{outcome.code} after {outcome.seconds:.1f} s")
     assert outcome.code in FAILURES, outcome

@@ -35,7 +35,7 @@ def test_a_path_that_drops_large_packets(
     sources, target = site.source(), site.target()
     site.connect(target, sources)
     network.relay.change(mtu=path)
-    request = site.pull(target, sources, how="direct", seconds=SECONDS)
+    request = site.pull(target, sources, how="direct", timeout=SECONDS)
     outcome = target.ask("end")
     note(f"{outcome.code} after {outcome.seconds:.1f} s")
     site.assert_failed(target, outcome, SECONDS)

@@ -14,8 +14,8 @@ def _arrives_in_every_way(site: Site, note: Note) -> None:
     sources, target = site.source(), site.target()
     site.connect(target, sources)
     hows = ("direct", "staged", "coalesced", "auto")
-    taken = [site.arrives(target, sources, how=how, seconds=40.0).seconds for how in hows]
-    site.arrives(target, sources, checksums=True, streamed=True, seconds=40.0)
+    taken = [site.arrives(target, sources, how=how, timeout=40.0).seconds for how in hows]
+    site.arrives(target, sources, checksums=True, streamed=True, timeout=40.0)
     note(", ".join(f"{how} {seconds:.2f} s" for how, seconds in zip(hows, taken, strict=True)))
 
 

@@ -18,7 +18,7 @@ def test_another_replica_takes_over(place: MakeSite, way: Way, how: str, note: N
     first, second = site.source(0, name="first"), site.source(1, name="second")
     target = site.target(2)
     site.connect(target, first + second)
-    pull_to_the_middle(site, target, first + second, hop=(0, 2), how=how, seconds=40.0)
+    pull_to_the_middle(site, target, first + second, hop=(0, 2), how=how, timeout=40.0)
     network.relay.isolate(0)
     for member in first:
         member.kill()
@@ -39,12 +39,12 @@ def test_a_third_host_pulls_during_a_partition(place: MakeSite, way: Way, note: 
     site.expect_push(lost)
     for source in sources:
         site.connect(source, [lost])
-        source.ask("push", "pushed", {"seconds": 12.0})
+        source.ask("push", "pushed", {"timeout": 12.0})
     until(lambda: network.relay.forwarded((0, 1)) > MIDDLE)
     network.relay.isolate(1)
     taken = []
     for _ in range(3):
-        site.pull(puller, sources, how="direct", seconds=20.0)
+        site.pull(puller, sources, how="direct", timeout=20.0)
         outcome = puller.ask("end")
         assert outcome.code == READY, outcome
         assert site.compare(puller) == Compared(missing=0, wrong=0)
@@ -73,7 +73,7 @@ def _push_arrives(site: Site, sources: list[Member], target: Member) -> None:
     site.expect_push(target)
     for source in sources:
         site.connect(source, [target])
-        source.ask("push", "pushed", {"seconds": 30.0})
+        source.ask("push", "pushed", {"timeout": 30.0})
     assert [source.ask("end").code for source in sources] == [READY] * len(sources)
     assert target.ask("pushed", 5.0)
     target.ask("forget", "pushed")

@@ -126,13 +126,16 @@ def test_a_route_is_drawn_as_it_is_bound() -> None:
     tables = data.route.tables
     for pair in data.route.pairs:
         bound = route(src, dst).bind(
-            src_rank=pair.src_rank,
-            dst_rank=pair.dst_rank,
-            src_blocks=tables[0],
-            dst_blocks=tables[1],
+            source_rank=pair.source_rank,
+            destination_rank=pair.destination_rank,
+            source_blocks=tables[0],
+            destination_blocks=tables[1],
             tokens=data.route.tokens,
         )
-        columns = [(c.src_pool, c.dst_pool, c.src, c.dst, c.length) for c in bound.copies]
+        columns = [
+            (c.source_pool, c.destination_pool, c.source, c.destination, c.length)
+            for c in bound.copies
+        ]
         runs = {
             (a, b, int(s), int(d), int(n))
             for a, b, *runs in columns

@@ -319,16 +319,18 @@ def test_bands_are_the_runs_that_are_bound(browser: Browser, tmp_path: Path, kin
         browser.do("document.querySelectorAll('#pairs tr')[arguments[0] + 1].click()", number_of)
         browser.do("[...byId('shown').querySelectorAll('button, option')].pop().click()")
         bound = route(src, dst).bind(
-            src_rank=pair.src_rank,
-            dst_rank=pair.dst_rank,
-            src_blocks=tables[0],
-            dst_blocks=tables[1],
+            source_rank=pair.source_rank,
+            destination_rank=pair.destination_rank,
+            source_blocks=tables[0],
+            destination_blocks=tables[1],
             tokens=drawn.data.route.tokens,
         )
         runs = {
             run
             for c in bound.copies
-            for run in zip(c.src.tolist(), c.dst.tolist(), c.length.tolist(), strict=True)
+            for run in zip(
+                c.source.tolist(), c.destination.tolist(), c.length.tolist(), strict=True
+            )
         }
         for text in point_at_bands(browser, dice):
             found = re.findall(rf"bytes ([\d,]+){TO}([\d,]+)", text)

@@ -190,7 +190,7 @@ def assert_moves(made: Plan, other: Plan) -> None:
     for src, dst in ((other, made), (made, other))[: 1 + DEEP]:
         move = Move(src, dst, {}, {}, (0, min(TOKENS, src.max_len, dst.max_len)))
         try:
-            blocks = tables(move, "src"), tables(move, "dst")
+            blocks = tables(move, "source"), tables(move, "destination")
         except StopIteration:
             continue  # a pool of fewer blocks than a request needs is small, and no lie
         assert_arrives(Move(src, dst, *blocks, move.tokens), spell_out=DEEP)

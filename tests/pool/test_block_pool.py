@@ -298,7 +298,7 @@ def test_what_cannot_be_had_is_refused_and_changes_nothing() -> None:
         (Code.NOT_AN_INTEGER, lambda: pool.loaded(1, math.nan)),  # type: ignore[arg-type]
         (Code.BAD_TOKENS, lambda: pool.loaded(1, 64)),
         (Code.NEGATIVE, lambda: BlockIds(-1)),
-        (Code.BAD_QUANTITY, lambda: EventSubscriber("inproc://here", patience=math.nan)),
+        (Code.BAD_QUANTITY, lambda: EventSubscriber("inproc://here", replay_timeout=math.nan)),
     ]
     for code, call in refused:
         with pytest.raises(AtlasError) as refusal:

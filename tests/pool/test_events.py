@@ -132,7 +132,7 @@ def test_a_listener_is_told_of_what_it_cannot_have_again(addresses: tuple[str, s
     publisher = EventPublisher(events, replay=replay, kept=5)
     for _ in range(300):  # of which the last are kept
         publisher([])
-    with EventSubscriber(events, replay=replay, patience=1.0) as subscriber:
+    with EventSubscriber(events, replay=replay, replay_timeout=1.0) as subscriber:
         connected(publisher, subscriber)
         received = list(all_of(subscriber, publisher.sent - 1))
         assert [one.gap for one in received] == [True] + [False] * (len(received) - 1)
@@ -222,7 +222,7 @@ def test_a_publisher_that_lies_stops_no_listener(addresses: tuple[str, str]) -> 
         liar.linger = repeater.linger = 0
         liar.bind(events)
         repeater.bind(replay)
-        with EventSubscriber(events, replay=replay, patience=0.3) as subscriber:
+        with EventSubscriber(events, replay=replay, replay_timeout=0.3) as subscriber:
             assert liar.poll(int(WAIT * 1000))  # a listener is there
             liar.recv()
             number = (5).to_bytes(8, "big")

@@ -16,8 +16,8 @@ from tests.routing.oracle import Memory, Move
 def ask(move: Move) -> dict[str, Any]:
     """What `Route.bind` is told of a move, ranks apart."""
     return {
-        "src_blocks": move.src_blocks,
-        "dst_blocks": move.dst_blocks,
+        "source_blocks": move.source_blocks,
+        "destination_blocks": move.destination_blocks,
         "tokens": move.tokens,
         "layers": move.layers,
     }
@@ -32,28 +32,28 @@ def assert_arrives(
     changes, and no fewer descriptors would do.
     """
     rng = np.random.default_rng(seed)
-    made = made or route(move.src, move.dst)
+    made = made or route(move.source, move.destination)
     sources = oracle.fill(move, rng)
     found: dict[tuple[int, int], int] = {}
-    for rank in oracle.ranks(move.dst):
-        poison = Memory(move.dst, rank, rng)
+    for rank in oracle.ranks(move.destination):
+        poison = Memory(move.destination, rank, rng)
         after = poison.copy()
         named: dict[int, list[Any]] = {}
         for source in made.sources(rank):
-            bound = made.bind(src_rank=source, dst_rank=rank, **ask(move))
+            bound = made.bind(source_rank=source, destination_rank=rank, **ask(move))
             oracle.carry_out(bound.copies, sources[source], after)
-            pairs = [(copy.src_pool, copy.dst_pool) for copy in bound.copies]
+            pairs = [(copy.source_pool, copy.destination_pool) for copy in bound.copies]
             assert len(set(pairs)) == len(pairs), "one copy for each pair of pools"
             for copy in bound.copies:
-                named.setdefault(copy.dst_pool, []).append((copy.dst, copy.length))
+                named.setdefault(copy.destination_pool, []).append((copy.destination, copy.length))
                 least = oracle.minimum(copy) if spell_out else joined(copy)
-                assert len(copy.dst) == least, "the fewest descriptors"
-            found[source, rank] = sum(len(copy.dst) for copy in bound.copies)
+                assert len(copy.destination) == least, "the fewest descriptors"
+            found[source, rank] = sum(len(copy.destination) for copy in bound.copies)
         right, arrived = oracle.expected(move, rank, poison)
         after.assert_equal(right, f"destination rank {rank}")
         assert_named_once(named, arrived, f"copies to rank {rank}")
         asked: dict[str, Any] = {
-            "dst_rank": rank, "dst_blocks": move.dst_blocks,
+            "destination_rank": rank, "destination_blocks": move.destination_blocks,
             "tokens": move.tokens, "layers": move.layers,
         }  # fmt: skip
         needs = made.needs(**asked)
@@ -90,8 +90,8 @@ def assert_named_once(
 
 def joined(copy: Any) -> int:
     """`oracle.minimum` by stretches instead of bytes, for large transfers."""
-    order = np.argsort(copy.dst, kind="stable")
-    src, dst, length = copy.src[order], copy.dst[order], copy.length[order]
+    order = np.argsort(copy.destination, kind="stable")
+    src, dst, length = copy.source[order], copy.destination[order], copy.length[order]
     together = (dst[1:] == (dst + length)[:-1]) & (src[1:] == (src + length)[:-1])
     return len(dst) - int(np.count_nonzero(together))
 
@@ -103,21 +103,24 @@ _FAR = 40
 def assert_prepared_arrives(move: Move, seed: int = 0) -> None:
     """Whole chunks of the prepared form: what is needed arrives, inside the request's blocks."""
     rng = np.random.default_rng(seed)
-    made = route(move.src, move.dst)
+    made = route(move.source, move.destination)
     sources = oracle.fill(move, rng)
     bases = {pool: pool << _FAR for pool in range(8)}
-    for rank in oracle.ranks(move.dst):
-        poison = Memory(move.dst, rank, rng)
+    for rank in oracle.ranks(move.destination):
+        poison = Memory(move.destination, rank, rng)
         after = poison.copy()
         for source in made.sources(rank):
             prepared = made.prepare(
-                src_rank=source, dst_rank=rank, src_base=bases, dst_base=bases,
-                src_device=5, dst_device=6, layers=move.layers,
+                source_rank=source, source_base=bases, source_device=5,
+                destination_rank=rank, destination_base=bases, destination_device=6,
+                layers=move.layers,
             )  # fmt: skip
             mine, theirs = prepared.select(
-                src_blocks=move.src_blocks, dst_blocks=move.dst_blocks, tokens=move.tokens
+                source_blocks=move.source_blocks,
+                destination_blocks=move.destination_blocks,
+                tokens=move.tokens,
             )
-            rows, into = prepared.src[mine], prepared.dst[theirs]
+            rows, into = prepared.source[mine], prepared.destination[theirs]
             assert (rows[:, 1] == into[:, 1]).all()
             assert set(rows[:, 2].tolist()) <= {5}
             assert set(into[:, 2].tolist()) <= {6}

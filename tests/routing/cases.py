@@ -106,8 +106,8 @@ def moving(
     return Move(
         src,
         dst,
-        tables(bare, "src", seed=seed, **how),
-        tables(bare, "dst", seed=seed + 1, **how),
+        tables(bare, "source", seed=seed, **how),
+        tables(bare, "destination", seed=seed + 1, **how),
         span,
         layers,
     )

@@ -52,7 +52,7 @@ def conversion_of(src: Plan, dst: Plan) -> str:
 def converting_route(src: Plan, dst: Plan) -> Route:
     return route(
         src, dst, convert=conversion_of(src, dst),
-        src_scales=scales_of(src), dst_scales=scales_of(dst),
+        source_scales=scales_of(src), destination_scales=scales_of(dst),
     )  # fmt: skip
 
 
@@ -103,8 +103,8 @@ def fill_sources(move: Move, rng: np.random.Generator) -> tuple[dict[int, Memory
     """Each source rank's memory, and the numbers of every layer as the source keeps them."""
     content: Content = {}
     numbers: dict[str, Any] = {}
-    for layer in move.src.layers:
-        spec, scales = move.src.spec(layer), scale_of(move.src, layer)
+    for layer in move.source.layers:
+        spec, scales = move.source.spec(layer), scale_of(move.source, layer)
         states = oracle.states(move, layer)
         rows = drawn_rows(spec, states.stop, rng)
         before = next(iter(content_formats(spec).values()))
@@ -112,9 +112,9 @@ def fill_sources(move: Move, rng: np.random.Generator) -> tuple[dict[int, Memory
         content |= {(layer, name): data for name, data in fields.items()}
         numbers[layer] = loaded(spec, fields, scales)
     memories = {}
-    for rank in oracle.ranks(move.src):
-        memory = memories[rank] = Memory(move.src, rank, rng)
-        for held in oracle.held(move, "src", rank):
+    for rank in oracle.ranks(move.source):
+        memory = memories[rank] = Memory(move.source, rank, rng)
+        for held in oracle.held(move, "source", rank):
             data = content[held.layer, held.field]
             held.write(memory.pools[held.pool], data.reshape(-1, held.item)[held.number])
     return memories, numbers
@@ -132,16 +132,22 @@ def carry_out(
     move: Move, sources: dict[int, Memory], rng: np.random.Generator
 ) -> tuple[dict[int, Memory], dict[int, Memory]]:
     """The destination's memory before and after a move."""
-    made = converting_route(move.src, move.dst)
-    before = {rank: Memory(move.dst, rank, rng) for rank in oracle.ranks(move.dst)}
+    made = converting_route(move.source, move.destination)
+    before = {rank: Memory(move.destination, rank, rng) for rank in oracle.ranks(move.destination)}
     after = {rank: memory.copy() for rank, memory in before.items()}
     pools = [{rank: one.pools for rank, one in side.items()} for side in (sources, after)]
     moved = copy_request(
-        made, *pools, src_blocks=move.src_blocks, dst_blocks=move.dst_blocks, tokens=move.tokens
+        made,
+        *pools,
+        source_blocks=move.source_blocks,
+        destination_blocks=move.destination_blocks,
+        tokens=move.tokens,
     )
     needed = [
-        made.needed_bytes(dst_rank=rank, dst_blocks=move.dst_blocks, tokens=move.tokens)
-        for rank in oracle.ranks(move.dst)
+        made.needed_bytes(
+            destination_rank=rank, destination_blocks=move.destination_blocks, tokens=move.tokens
+        )
+        for rank in oracle.ranks(move.destination)
     ]
     assert moved == sum(needed)
     by_runs = {rank: memory.copy() for rank, memory in before.items()}
@@ -155,10 +161,15 @@ def cast_in_runs(
     made: Route, move: Move, sources: dict[int, Memory], targets: dict[int, Memory]
 ) -> bool:
     """Carry a move out as what copies and casts does; False where elements share scales."""
-    tables: dict[str, Any] = {"src_blocks": move.src_blocks, "dst_blocks": move.dst_blocks}
+    tables: dict[str, Any] = {
+        "source_blocks": move.source_blocks,
+        "destination_blocks": move.destination_blocks,
+    }
     for dst, target in targets.items():
         for src in made.sources(dst):
-            stream = made.converted(src_rank=src, dst_rank=dst, tokens=move.tokens, **tables)
+            stream = made.converted(
+                source_rank=src, destination_rank=dst, tokens=move.tokens, **tables
+            )
             grids = stream.grids()
             ways = {change.way for change in made.conversion.changes} if made.conversion else set()
             if grids is None:
@@ -171,23 +182,26 @@ def cast_in_runs(
 
 
 def _cast_grid(grid: Copy, src: Mapping[int, Any], dst: Mapping[int, Any]) -> None:
-    count = np.tile(grid.length, len(grid.starts.src))
+    count = np.tile(grid.length, len(grid.starts.source))
     nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     at, to = (
         np.repeat(np.add.outer(starts, spans).reshape(-1), count) + nth
-        for starts, spans in ((grid.starts.src, grid.src), (grid.starts.dst, grid.dst))
+        for starts, spans in (
+            (grid.starts.source, grid.source),
+            (grid.starts.destination, grid.destination),
+        )
     )
     if grid.cast is None:
-        dst[grid.dst_pool][to] = src[grid.src_pool][at]
+        dst[grid.destination_pool][to] = src[grid.source_pool][at]
         return
     items = [np.arange(item) for item in grid.cast.items]
     which = (
-        np.zeros(len(grid.starts.src), int) if grid.starts.scales is None else grid.starts.scales
+        np.zeros(len(grid.starts.source), int) if grid.starts.scales is None else grid.starts.scales
     )
     scales = np.repeat(np.repeat(which, len(grid.length)), count)
-    data = src[grid.src_pool][at[:, None] * len(items[0]) + items[0]]
+    data = src[grid.source_pool][at[:, None] * len(items[0]) + items[0]]
     made = cast_elements(data, grid.cast, scales)
-    dst[grid.dst_pool][to[:, None] * len(items[1]) + items[1]] = made
+    dst[grid.destination_pool][to[:, None] * len(items[1]) + items[1]] = made
 
 
 def cast_elements(data: Any, cast: ElementCast, scales: Any) -> Any:
@@ -210,10 +224,10 @@ def assert_converted(
     """
     covered: dict[tuple[str, str], Any] = {}
     found: dict[str, Any] = {}
-    for rank in oracle.ranks(move.dst):
+    for rank in oracle.ranks(move.destination):
         fields: dict[str, dict[str, Any]] = {}
         left = after[rank].copy()
-        for held in oracle.held(move, "dst", rank):
+        for held in oracle.held(move, "destination", rank):
             at = held.address[:, None] + np.arange(held.item)
             key = held.layer, held.field
             marks, seen = fields.setdefault(held.layer, {}).setdefault(
@@ -232,13 +246,13 @@ def assert_converted(
         arrived = seen.reshape(states.stop, -1)[states.start :]
         assert arrived.all(), f"all of {field} of {layer} arrives"
     return {
-        layer: loaded(move.dst.spec(layer), fields, scale_of(move.dst, layer))
+        layer: loaded(move.destination.spec(layer), fields, scale_of(move.destination, layer))
         for layer, fields in found.items()
     }
 
 
 def _blank(move: Move, layer: str, field: str) -> tuple[Any, Any]:
-    found = CellFormat(move.dst.spec(layer)).page.field(field)
+    found = CellFormat(move.destination.spec(layer)).page.field(field)
     count = oracle.states(move, layer).stop
     for name, size in found.shape.items():
         count *= 1 if name == "N" else size
@@ -249,8 +263,8 @@ def _compare(
     move: Move, layer: str, own: dict[str, Any], numbers: dict[str, Any], other_ranks: Any
 ) -> dict[str, Any]:
     """One rank's part of a layer held against the oracle; all ranks' fields so far."""
-    src, dst = move.src.spec(layer), move.dst.spec(layer)
-    scales = scale_of(move.dst, layer)
+    src, dst = move.source.spec(layer), move.destination.spec(layer)
+    scales = scale_of(move.destination, layer)
     expected = stored(dst, numbers, scales, next(iter(content_formats(src).values())))
     whole = {name: data.copy() for name, data in expected.items()}
     joined = whole if other_ranks is None else other_ranks

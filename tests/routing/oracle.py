@@ -27,7 +27,7 @@ Tables = dict[int, list[int]]
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
 
-Side = Literal["src", "dst"]
+Side = Literal["source", "destination"]
 
 GUARD = 48
 _WINDOWS = ("sliding_window", "sliding_window_mla")
@@ -37,18 +37,18 @@ _WINDOWS = ("sliding_window", "sliding_window_mla")
 class Move:
     """One request on its way: between which plans, in which blocks, and what of it."""
 
-    src: Plan
-    dst: Plan
-    src_blocks: Tables
-    dst_blocks: Tables
+    source: Plan
+    destination: Plan
+    source_blocks: Tables
+    destination_blocks: Tables
     tokens: tuple[int, int]
     layers: tuple[str, ...] | None = None
 
     def plan(self, side: Side) -> Plan:
-        return self.src if side == "src" else self.dst
+        return self.source if side == "source" else self.destination
 
     def blocks(self, side: Side) -> Tables:
-        return self.src_blocks if side == "src" else self.dst_blocks
+        return self.source_blocks if side == "source" else self.destination_blocks
 
     def only(self, *layers: str) -> Move:
         return replace(self, layers=layers)
@@ -100,9 +100,11 @@ def states(move: Move, layer: str) -> range:
     if move.layers is not None and layer not in move.layers:
         return range(0)
     start, stop = move.tokens
-    region, slot = move.dst.region_of(layer)
+    region, slot = move.destination.region_of(layer)
     spec = region.layers[slot].spec
-    groups = [plan.groups[plan.region_of(layer)[0].group] for plan in (move.src, move.dst)]
+    groups = [
+        plan.groups[plan.region_of(layer)[0].group] for plan in (move.source, move.destination)
+    ]
     if groups[1].kind == "recurrent":
         return range(1 if stop > start else 0)
     if groups[1].kind == "cross_attention":
@@ -331,9 +333,9 @@ def _value(layer: str, field: str, number: int, item: int) -> bytes:
 def fill(move: Move, rng: np.random.Generator) -> dict[int, Memory]:
     """Each source rank's memory: the request's values where it has them, junk elsewhere."""
     found = {}
-    for rank in ranks(move.src):
-        found[rank] = Memory(move.src, rank, rng)
-        for elements in held(move, "src", rank):
+    for rank in ranks(move.source):
+        found[rank] = Memory(move.source, rank, rng)
+        for elements in held(move, "source", rank):
             elements.write(found[rank].pools[elements.pool])
     return found
 
@@ -345,7 +347,7 @@ def expected(move: Move, rank: int, poison: Memory) -> tuple[Memory, dict[int, N
     """
     after = poison.copy()
     arrived = {index: np.zeros(pool.size, dtype=bool) for index, pool in after.pools.items()}
-    for elements in held(move, "dst", rank):
+    for elements in held(move, "destination", rank):
         elements.write(after.pools[elements.pool])
         elements.write(arrived[elements.pool], np.ones((len(elements.number), elements.item), bool))
     return after, arrived
@@ -353,18 +355,18 @@ def expected(move: Move, rank: int, poison: Memory) -> tuple[Memory, dict[int, N
 
 def own_blocks(move: Move, rank: int) -> dict[int, NDArray[np.bool_]]:
     """Which bytes of a destination rank's pools are fields in the blocks that are used."""
-    plan = move.dst
+    plan = move.destination
     stage, tp_rank = divmod(rank, plan.tp)
     found = {p.index: np.zeros(p.nbytes, dtype=bool) for p in plan.pools if p.stage == stage}
     for layer, part in homes(plan):
         region, slot = plan.region_of(layer, part)
         used = [
-            (-1 if len(move.dst_blocks[region.group]) == 1 else entry)
-            for entry in entries(move, "dst", region.group)
+            (-1 if len(move.destination_blocks[region.group]) == 1 else entry)
+            for entry in entries(move, "destination", region.group)
         ]
         each = region.layers[slot].spec.tokens_per_state
         inside = np.arange(region.block // each if each else 1)
-        blocks = np.repeat(np.array(move.dst_blocks[region.group])[used], len(inside))
+        blocks = np.repeat(np.array(move.destination_blocks[region.group])[used], len(inside))
         within = np.tile(inside, len(used))
         if region.stage == stage and len(blocks):
             for elements in _fields(plan, layer, part, tp_rank, within, blocks, within):
@@ -377,9 +379,11 @@ def carry_out(copies: Sequence[Any], src: Memory, dst: Memory) -> int:
     """The copies, one by one; how many bytes they moved."""
     moved = 0
     for copy in copies:
-        here, there = src.pools[copy.src_pool], dst.pools[copy.dst_pool]
-        assert len(copy.src) == len(copy.dst) == len(copy.length)
-        for a, b, n in zip(copy.src.tolist(), copy.dst.tolist(), copy.length.tolist(), strict=True):
+        here, there = src.pools[copy.source_pool], dst.pools[copy.destination_pool]
+        assert len(copy.source) == len(copy.destination) == len(copy.length)
+        for a, b, n in zip(
+            copy.source.tolist(), copy.destination.tolist(), copy.length.tolist(), strict=True
+        ):
             assert n > 0
             assert 0 <= a <= here.size - n, f"reads {a}..{a + n} of {here.size}"
             assert 0 <= b <= there.size - n, f"writes {b}..{b + n} of {there.size}"
@@ -399,7 +403,7 @@ def spelled_out(starts: Ints, lengths: Ints) -> Ints:
 
 def minimum(copy: Any) -> int:
     """The fewest descriptors that move these bytes: stretches without a gap on both sides."""
-    src, dst = spelled_out(copy.src, copy.length), spelled_out(copy.dst, copy.length)
+    src, dst = spelled_out(copy.source, copy.length), spelled_out(copy.destination, copy.length)
     order = np.argsort(dst, kind="stable")
     joined = (np.diff(dst[order]) == 1) & (np.diff(src[order]) == 1)
     return int(dst.size > 0) + int(np.count_nonzero(~joined))

@@ -69,8 +69,8 @@ class Pairing:
 
     name: str
     models: Sequence[Model]
-    src: dict[str, Any] = field(default_factory=dict)
-    dst: dict[str, Any] = field(default_factory=dict)
+    source: dict[str, Any] = field(default_factory=dict)
+    destination: dict[str, Any] = field(default_factory=dict)
     tokens: int = 75
     max_len: int = 96
 
@@ -78,9 +78,9 @@ class Pairing:
 def sides(tp: tuple[int, int], layout: str | tuple[str, str] | None, **more: Any) -> dict[str, Any]:
     """Options of both sides; a pair names one for each."""
     given = {"tp": tp, "layout": layout, **more}
-    both: dict[str, Any] = {"src": {}, "dst": {}}
+    both: dict[str, Any] = {"source": {}, "destination": {}}
     for key, value in given.items():
-        for place, side in enumerate(("src", "dst")):
+        for place, side in enumerate(("source", "destination")):
             both[side][key] = value[place] if isinstance(value, tuple) else value
     return both
 
@@ -276,7 +276,7 @@ def move_pairing(pairing: Pairing) -> None:
             try:
                 src, dst = (
                     small_plan(model, policy=policy, max_len=pairing.max_len, **how)
-                    for how in (pairing.src, pairing.dst)
+                    for how in (pairing.source, pairing.destination)
                 )
             except AtlasError as refusal:
                 # vLLM has no such plan for a hybrid in a head-major order; atlas has all.

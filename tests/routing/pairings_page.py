@@ -69,7 +69,7 @@ def page(verdicts: Mapping[str, str]) -> str:
 
 
 def _line(pairing: Pairing, verdict: str) -> str:
-    sides = [_side(how) for how in (pairing.src, pairing.dst)]
+    sides = [_side(how) for how in (pairing.source, pairing.destination)]
     marks = (_MARKS[vllm_verdict(pairing.name)], _MARKS[verdict])
     return f"| {' | '.join((*sides, _more(pairing), *marks))} |\n"
 

@@ -281,7 +281,7 @@ def test_there_and_back_stays_within_both_bounds() -> None:
     for name in ATTENTION[1:]:
         src, dst = (planned(attention(cache)) for cache in ("bf16", name))
         there, back = moving(src, dst, 20), moving(dst, src, 20, seed=1)
-        back = replace(back, src_blocks=there.dst_blocks)
+        back = replace(back, source_blocks=there.destination_blocks)
         rng = np.random.default_rng(7)
         memory, numbers = fill_sources(there, rng)
         poison, between = carry_out(there, memory, rng)
@@ -355,13 +355,13 @@ def test_nothing_is_converted_that_was_not_asked_for() -> None:
         with pytest.raises(AtlasError):
             route(src, dst, convert=nonsense)  # type: ignore[arg-type]
     made = route(src, dst, convert="bfloat16 -> int8")
-    blocks: dict[str, Any] = {"src_blocks": [0], "dst_blocks": [0], "tokens": 16}
+    blocks: dict[str, Any] = {"source_blocks": [0], "destination_blocks": [0], "tokens": 16}
     for plain in (made.bind, made.stream, made.prepare):
         with pytest.raises(AtlasError) as refusal:
-            plain(src_rank=0, dst_rank=0, **({} if plain == made.prepare else blocks))
+            plain(source_rank=0, destination_rank=0, **({} if plain == made.prepare else blocks))
         assert refusal.value.code is Code.BAD_CONVERSION
     with pytest.raises(AtlasError):
-        route(src, src).converted(src_rank=0, dst_rank=0, **blocks)
+        route(src, src).converted(source_rank=0, destination_rank=0, **blocks)
 
 
 def test_unlike_models_do_not_convert() -> None:
@@ -371,22 +371,29 @@ def test_unlike_models_do_not_convert() -> None:
 
 def test_scales_of_tensors_come_from_their_own_end() -> None:
     plain, fp8, nvfp4 = (planned(attention(cache)) for cache in ("bf16", "fp8", "nvfp4"))
-    refused(Code.MISSING_SCALES, plain, fp8, "dst_scales", convert="bf16->fp8")
-    refused(Code.MISSING_SCALES, plain, fp8, convert="bf16->fp8", src_scales=1.0)
-    refused(Code.MISSING_SCALES, fp8, plain, "src_scales", convert="fp8->bf16", dst_scales=1.0)
+    refused(Code.MISSING_SCALES, plain, fp8, "destination_scales", convert="bf16->fp8")
+    refused(Code.MISSING_SCALES, plain, fp8, convert="bf16->fp8", source_scales=1.0)
+    refused(
+        Code.MISSING_SCALES,
+        fp8,
+        plain,
+        "source_scales",
+        convert="fp8->bf16",
+        destination_scales=1.0,
+    )
     refused(Code.MISSING_SCALES, plain, nvfp4, convert="bf16->nvfp4")
     layer = plain.layers[0]
-    refused(Code.UNKNOWN_LAYER, plain, fp8, convert="bf16->fp8", dst_scales={"other": 1.0})
+    refused(Code.UNKNOWN_LAYER, plain, fp8, convert="bf16->fp8", destination_scales={"other": 1.0})
     wrong: list[Any] = [0, -1.0, float("nan"), float("inf"), 10**400, 1.1e30, "1", True, None]
     wrong += [1e-45, 1e-40, 2.9e-39, 1.17e-38, (1.0,), (1.0, 2.0, 3.0), (1.0, 1e-40), (1e-40, 1.0)]
     for scale in wrong:
-        refused(Code.BAD_SIZE, plain, fp8, convert="bf16->fp8", dst_scales={layer: scale})
-        refused(Code.BAD_SIZE, fp8, plain, convert="fp8->bf16", src_scales={layer: scale})
+        refused(Code.BAD_SIZE, plain, fp8, convert="bf16->fp8", destination_scales={layer: scale})
+        refused(Code.BAD_SIZE, fp8, plain, convert="fp8->bf16", source_scales={layer: scale})
     for scale in (SMALLEST_SCALE, LARGEST_SCALE):
         assert 0 < np.float32(1) / np.float32(scale) < np.inf
-        assert route(plain, fp8, convert="bf16->fp8", dst_scales={layer: scale}).conversion
-    refused(Code.MISSING_SCALES, plain, fp8, convert="bf16->fp8", dst_scales={})
-    assert route(plain, fp8, convert="bf16->fp8", dst_scales={layer: (0.5, 2)}).conversion
+        assert route(plain, fp8, convert="bf16->fp8", destination_scales={layer: scale}).conversion
+    refused(Code.MISSING_SCALES, plain, fp8, convert="bf16->fp8", destination_scales={})
+    assert route(plain, fp8, convert="bf16->fp8", destination_scales={layer: (0.5, 2)}).conversion
 
 
 def test_a_rotation_that_only_an_engine_knows_is_not_converted() -> None:
@@ -405,14 +412,16 @@ def test_a_rotation_that_only_an_engine_knows_is_not_converted() -> None:
 def test_the_smaller_format_travels() -> None:
     src, dst = (planned(attention(cache)) for cache in ("bf16", "fp8"))
     for one, two, at, ask in (
-        (src, dst, "source", {"dst_scales": 1.0}),
-        (dst, src, "destination", {"src_scales": 1.0}),
+        (src, dst, "source", {"destination_scales": 1.0}),
+        (dst, src, "destination", {"source_scales": 1.0}),
     ):
         made = route(one, two, convert=conversion_of(one, two), **ask)  # type: ignore[arg-type]
         assert made.conversion is not None
         (change,) = made.conversion.changes
         assert (change.at, change.way, change.layers) == (at, "elements", 1)
-        stream = made.converted(src_rank=0, dst_rank=0, src_blocks=[0], dst_blocks=[0], tokens=16)
+        stream = made.converted(
+            source_rank=0, destination_rank=0, source_blocks=[0], destination_blocks=[0], tokens=16
+        )
         assert stream.nbytes == 16 * 2 * 128
         assert stream.arriving == stream.nbytes * (2 if at == "destination" else 1)
         with pytest.raises(AtlasError):

@@ -55,7 +55,11 @@ def test_memory_does_not_grow_with_tokens(name: str) -> None:
         source = way.sources(0)[0]
         tracemalloc.start()
         stream = way.stream(
-            src_rank=source, dst_rank=0, src_blocks=tables[0], dst_blocks=tables[1], tokens=TOKENS
+            source_rank=source,
+            destination_rank=0,
+            source_blocks=tables[0],
+            destination_blocks=tables[1],
+            tokens=TOKENS,
         )
         whole = stream.runs <= (WALKED if DEEP else WALKED >> 4)
         found = walked(way, source, stream.walk() if whole else sparsely(stream))
@@ -64,14 +68,18 @@ def test_memory_does_not_grow_with_tokens(name: str) -> None:
         if whole:
             assert found["bytes"] == stream.nbytes
             assert found["runs"] <= stream.runs
-        needed = way.needed_bytes(dst_rank=0, dst_blocks=tables[1], tokens=TOKENS)
+        needed = way.needed_bytes(destination_rank=0, destination_blocks=tables[1], tokens=TOKENS)
         if len(way.sources(0)) == 1:
             assert stream.nbytes == needed
         if whole and len(way.sources(0)) == 1:
             # Each byte once: as many as are needed, and the same sums of places.
             back = route(dst, dst)
             kept = back.stream(
-                src_rank=0, dst_rank=0, src_blocks=tables[1], dst_blocks=tables[1], tokens=TOKENS
+                source_rank=0,
+                destination_rank=0,
+                source_blocks=tables[1],
+                destination_blocks=tables[1],
+                tokens=TOKENS,
             )
             assert {**found, "runs": 0} == {**walked(back, 0, kept.walk()), "runs": 0}
 
@@ -92,24 +100,26 @@ def sparsely(stream: Stream) -> Iterator[Copy]:
 def walked(way: Route, source: int, copies: Iterator[Copy]) -> Counter[Any]:
     """Bytes, runs and sums of places; every run is in bounds, and apart from those beside it."""
     found: Counter[Any] = Counter()
-    stages = way.src.split_rank(source)[0], way.dst.split_rank(0)[0]
+    stages = way.source.split_rank(source)[0], way.destination.split_rank(0)[0]
     for copy in copies:
         assert int(copy.length.min()) > 0
-        assert min(int(copy.src.min()), int(copy.dst.min())) >= 0
-        last = int((copy.src + copy.length).max()), int((copy.dst + copy.length).max())
-        assert last[0] <= way.src.pools_by_stage[stages[0], copy.src_pool].nbytes
-        assert last[1] <= way.dst.pools_by_stage[stages[1], copy.dst_pool].nbytes
-        assert bool((copy.dst[1:] >= copy.dst[:-1] + copy.length[:-1]).all())
+        assert min(int(copy.source.min()), int(copy.destination.min())) >= 0
+        last = int((copy.source + copy.length).max()), int((copy.destination + copy.length).max())
+        assert last[0] <= way.source.pools_by_stage[stages[0], copy.source_pool].nbytes
+        assert last[1] <= way.destination.pools_by_stage[stages[1], copy.destination_pool].nbytes
+        assert bool((copy.destination[1:] >= copy.destination[:-1] + copy.length[:-1]).all())
         found["bytes"] += copy.nbytes
         found["runs"] += len(copy)
         for power, total in enumerate(sums_of_places(copy), start=1):
-            found[copy.dst_pool, power] = (found[copy.dst_pool, power] + total) % (1 << 64)
+            found[copy.destination_pool, power] = (found[copy.destination_pool, power] + total) % (
+                1 << 64
+            )
     return found
 
 
 def sums_of_places(copy: Copy) -> tuple[int, int]:
     """The sum of every destination byte's place, and of its square, modulo 2**64."""
-    first, count = copy.dst.astype(np.uint64), copy.length.astype(np.uint64)
+    first, count = copy.destination.astype(np.uint64), copy.length.astype(np.uint64)
     one, two, three = (np.uint64(n) for n in (1, 2, 3))
     half, odd = count * (count - one) // two, two * count - one
     # Divided before they are multiplied, since only that may pass 2**64: 3 divides one of them.
@@ -130,7 +140,11 @@ def test_pieces_of_two_byte_runs_are_walked_chunk_by_chunk() -> None:
     tables = [np.arange((1 << 17) // end.block_size) for end in (src, dst)]
     tracemalloc.start()
     stream = route(src, dst).stream(
-        src_rank=0, dst_rank=0, src_blocks=tables[0], dst_blocks=tables[1], tokens=1 << 17
+        source_rank=0,
+        destination_rank=0,
+        source_blocks=tables[0],
+        destination_blocks=tables[1],
+        tokens=1 << 17,
     )
     found = walked(route(src, dst), 0, stream.walk(5 << 30, (5 << 30) + PIECE))
     assert found["bytes"] == PIECE

@@ -31,9 +31,11 @@ WINDOW = SlidingAttention(heads=2, head_dim=4, window=20)
 
 
 def bound(made: Route, blocks: list[int], to: list[int], tokens: Any, **ranks: Any) -> list[Any]:
-    given: dict[str, Any] = {"src_rank": 0, "dst_rank": 0, **ranks}
-    (copy,) = made.bind(src_blocks=blocks, dst_blocks=to, tokens=tokens, **given).copies
-    return list(zip(copy.src.tolist(), copy.dst.tolist(), copy.length.tolist(), strict=True))
+    given: dict[str, Any] = {"source_rank": 0, "destination_rank": 0, **ranks}
+    (copy,) = made.bind(source_blocks=blocks, destination_blocks=to, tokens=tokens, **given).copies
+    return list(
+        zip(copy.source.tolist(), copy.destination.tolist(), copy.length.tolist(), strict=True)
+    )
 
 
 # -- the fewest descriptors ---------------------------------------------------------------------
@@ -52,8 +54,8 @@ def test_whole_blocks_at_equal_topology_are_one_descriptor_for_each_run_of_neigh
             [4, 5, 6, 1, 9, 8],
             [2, 3, 4, 5, 7, 0],
             96,
-            src_rank=rank,
-            dst_rank=rank,
+            source_rank=rank,
+            destination_rank=rank,
         )
         assert got == [
             (8 * size, 0, size), (4 * size, 2 * size, 3 * size), (size, 5 * size, size),
@@ -79,27 +81,33 @@ def test_neighbours_on_one_side_alone_do_not_join() -> None:
 def test_half_the_heads_of_all_layers_are_one_stretch_in_head_major_blocks() -> None:
     """tp 2 to tp 4 in BHLNC: every block of a source rank holds what a reader wants as one run."""
     src, dst = (small_plan(DENSE, tp=tp, layout="BHLNC") for tp in (2, 4))
-    got = bound(route(src, dst), [3, 7], [0, 1], 32, dst_rank=1)
+    got = bound(route(src, dst), [3, 7], [0, 1], 32, destination_rank=1)
     assert [length for _, _, length in got] == [dst.bytes_per_block] * 2
 
 
 def test_addresses_and_devices_are_added_on_request() -> None:
     made = small_plan(DENSE, layout="BLHNC")
     whole = route(made, made).bind(
-        src_rank=0, dst_rank=0, src_blocks=[2, 5], dst_blocks=[1, 3], tokens=32
+        source_rank=0,
+        destination_rank=0,
+        source_blocks=[2, 5],
+        destination_blocks=[1, 3],
+        tokens=32,
     )
     (copy,) = whole.copies
     base = (1 << 47) + 4096
-    src, dst = copy.descriptors(src_base=base, dst_base=64, src_device=3, dst_device=1)
+    src, dst = copy.descriptors(
+        source_base=base, destination_base=64, source_device=3, destination_device=1
+    )
     assert src.dtype == dst.dtype == np.dtype(np.uint64)
     assert src.tolist() == [
-        [base + a, n, 3] for a, n in zip(copy.src.tolist(), copy.length.tolist(), strict=True)
+        [base + a, n, 3] for a, n in zip(copy.source.tolist(), copy.length.tolist(), strict=True)
     ]
     assert dst.tolist() == [
-        [64 + b, n, 1] for b, n in zip(copy.dst.tolist(), copy.length.tolist(), strict=True)
+        [64 + b, n, 1] for b, n in zip(copy.destination.tolist(), copy.length.tolist(), strict=True)
     ]
     plain, _ = copy.descriptors()
-    assert plain[:, 0].tolist() == copy.src.tolist()
+    assert plain[:, 0].tolist() == copy.source.tolist()
 
 
 # -- only what is needed --------------------------------------------------------------------------
@@ -107,10 +115,10 @@ def test_addresses_and_devices_are_added_on_request() -> None:
 
 def bytes_moved(move: Move) -> Counter[str]:
     """Bytes that move to rank 0, for each layer."""
-    made, found = route(move.src, move.dst), Counter[str]()
-    for name in move.dst.layers:
+    made, found = route(move.source, move.destination), Counter[str]()
+    for name in move.destination.layers:
         for source in made.sources(0):
-            part = made.bind(src_rank=source, dst_rank=0, **ask(move.only(name)))
+            part = made.bind(source_rank=source, destination_rank=0, **ask(move.only(name)))
             found[name] += sum(int(copy.length.sum()) for copy in part.copies)
     return found
 
@@ -198,17 +206,21 @@ def test_parts_of_a_cut_state_lie_in_blocks_of_their_own_tables() -> None:
     one = move.only(layer)
     read = {
         int(start) // src.bytes_per_block
-        for copy in route(src, move.dst).bind(src_rank=0, dst_rank=0, **ask(one)).copies
-        for start in copy.src
+        for copy in route(src, move.destination)
+        .bind(source_rank=0, destination_rank=0, **ask(one))
+        .copies
+        for start in copy.source
     }
-    assert read == {move.src_blocks[table][0] for table in tables}
+    assert read == {move.source_blocks[table][0] for table in tables}
 
 
 def test_prepared_blocks_that_a_chunk_has_left_behind_are_not_asked_for() -> None:
     made = small_plan(stacked("m", ChunkedAttention(heads=2, head_dim=4, chunk=8)))
-    prepared = route(made, made).prepare(src_rank=0, dst_rank=0)
+    prepared = route(made, made).prepare(source_rank=0, destination_rank=0)
     for tokens, count in ((40, 0), (41, 1)):
-        src, dst = prepared.select(src_blocks=[-1, -1, 5], dst_blocks=[-1, -1, 6], tokens=tokens)
+        src, dst = prepared.select(
+            source_blocks=[-1, -1, 5], destination_blocks=[-1, -1, 6], tokens=tokens
+        )
         assert len(src) == len(dst) == count
 
 
@@ -227,7 +239,7 @@ def test_layer_by_layer_adds_up_to_the_whole(name: str) -> None:
         one = move.only(layer)
         assert_arrives(one, made=made)
         for source in made.sources(0):
-            copies = made.bind(src_rank=source, dst_rank=0, **ask(one)).copies
+            copies = made.bind(source_rank=source, destination_rank=0, **ask(one)).copies
             total += oracle.carry_out(copies, sources[source], after)
     right, arrived = oracle.expected(move, 0, poison)
     after.assert_equal(right, "all layers")
@@ -251,7 +263,7 @@ def test_chunk_by_chunk_adds_up_to_the_whole(step: int) -> None:
     for start in range(0, 96, step):
         piece = whole.between(start, min(start + step, 96)).only(*attention)
         for source in made.sources(1):
-            copies = made.bind(src_rank=source, dst_rank=1, **ask(piece)).copies
+            copies = made.bind(source_rank=source, destination_rank=1, **ask(piece)).copies
             oracle.carry_out(copies, sources[source], after)
     after.assert_equal(oracle.expected(whole.only(*attention), 1, poison)[0], "all chunks")
 
@@ -267,7 +279,7 @@ def test_the_state_is_the_one_after_the_last_token() -> None:
     for stop, entry in ((1, 0), (size - 1, 0), (size, 0), (size + 1, 1), (2 * size, 1)):
         piece = whole.between(0, stop).only(layer)
         assert_arrives(piece, made=made)
-        (copy,) = made.bind(src_rank=0, dst_rank=0, **ask(piece)).copies
-        page = src.placement(layer).select("B", whole.src_blocks[group][entry])
-        assert copy.src.min() >= page.offset
-        assert (copy.src + copy.length).max() <= page.stop
+        (copy,) = made.bind(source_rank=0, destination_rank=0, **ask(piece)).copies
+        page = src.placement(layer).select("B", whole.source_blocks[group][entry])
+        assert copy.source.min() >= page.offset
+        assert (copy.source + copy.length).max() <= page.stop

@@ -32,7 +32,7 @@ def move_of(index: int) -> Move:
 
 
 @pytest.mark.parametrize("index", range(len(PLANS)))
-@pytest.mark.parametrize("side", ["src", "dst"])
+@pytest.mark.parametrize("side", ["source", "destination"])
 def test_a_walk_by_arrays_is_a_walk_by_elements(index: int, side: Side) -> None:
     move = move_of(index)
     last = len(oracle.ranks(move.plan(side))) - 1
@@ -55,12 +55,12 @@ def test_every_element_that_is_needed_is_kept_by_a_source(index: int) -> None:
     """So that a comparison with the oracle can succeed, and only with the right bytes."""
     move = move_of(index)
     kept: set[tuple[str, str, int]] = set()
-    for rank in oracle.ranks(move.src):
-        for found in oracle.held(move, "src", rank):
+    for rank in oracle.ranks(move.source):
+        for found in oracle.held(move, "source", rank):
             kept |= {(found.layer, found.field, n) for n in found.number.tolist()}
     wanted: set[tuple[str, str, int]] = set()
-    for rank in oracle.ranks(move.dst):
-        for found in oracle.held(move, "dst", rank):
+    for rank in oracle.ranks(move.destination):
+        for found in oracle.held(move, "destination", rank):
             wanted |= {(found.layer, found.field, n) for n in found.number.tolist()}
     assert wanted
     assert wanted == kept
@@ -78,17 +78,21 @@ def test_values_are_as_good_as_random() -> None:
 
 def test_the_fewest_descriptors_are_found_by_bytes() -> None:
     class Pieces:
-        src = np.array([10, 0, 14, 30])
-        dst = np.array([20, 10, 24, 40])
+        source = np.array([10, 0, 14, 30])
+        destination = np.array([20, 10, 24, 40])
         length = np.array([4, 5, 6, 1])
 
     assert oracle.minimum(Pieces) == 3
-    Pieces.src, Pieces.dst, Pieces.length = (np.array([4, 0]), np.array([8, 4]), np.array([4, 4]))
+    Pieces.source, Pieces.destination, Pieces.length = (
+        np.array([4, 0]),
+        np.array([8, 4]),
+        np.array([4, 4]),
+    )
     assert oracle.minimum(Pieces) == 1
 
 
 def test_plans_here_are_small() -> None:
     for move in map(move_of, range(len(PLANS))):
-        for side in (move.src, move.dst):
+        for side in (move.source, move.destination):
             assert isinstance(side, Plan)
             assert sum(pool.nbytes for pool in side.pools) <= 1 << 21

@@ -72,13 +72,14 @@ def test_what_is_drawn_has_every_trait(trait: str) -> None:
 
 
 def traits(move: Move) -> list[str]:
-    both = (move.src, move.dst)
+    both = (move.source, move.destination)
     specs = [{n: r.layers[s].spec for n in p.layers for r, s in [p.region_of(n)]} for p in both]
     found = {
-        "something moves": any(oracle.states(move, name) for name in move.dst.layers),
-        "unlike tp": move.src.tp != move.dst.tp,
-        "unlike orders": move.src.layout != move.dst.layout,
-        "unlike blocks": {g.block for g in move.src.groups} != {g.block for g in move.dst.groups},
+        "something moves": any(oracle.states(move, name) for name in move.destination.layers),
+        "unlike tp": move.source.tp != move.destination.tp,
+        "unlike orders": move.source.layout != move.destination.layout,
+        "unlike blocks": {g.block for g in move.source.groups}
+        != {g.block for g in move.destination.groups},
         "pipelines": max(p.pp for p in both) > 1,
         "context parallel": max(p.dcp for p in both) > 1,
         "unlike packing": specs[0] != specs[1],
@@ -93,23 +94,24 @@ def traits(move: Move) -> list[str]:
 @fewer
 @given(requests())
 def test_plans_that_travelled_give_the_same_copies(move: Move) -> None:
-    here = route(move.src, move.dst)
-    there = route(*(Plan.from_json(made.to_json()) for made in (move.src, move.dst)))
-    for rank in oracle.ranks(move.dst):
+    here = route(move.source, move.destination)
+    there = route(*(Plan.from_json(made.to_json()) for made in (move.source, move.destination)))
+    for rank in oracle.ranks(move.destination):
         assert here.sources(rank) == there.sources(rank)
         for source in here.sources(rank):
             one, other = (
-                r.bind(src_rank=source, dst_rank=rank, **ask(move)).copies for r in (here, there)
+                r.bind(source_rank=source, destination_rank=rank, **ask(move)).copies
+                for r in (here, there)
             )
             assert list(map(listed, one)) == list(map(listed, other))
 
 
 def listed(copy: Any) -> list[Any]:
     return [
-        copy.src_pool,
-        copy.dst_pool,
-        copy.src.tolist(),
-        copy.dst.tolist(),
+        copy.source_pool,
+        copy.destination_pool,
+        copy.source.tolist(),
+        copy.destination.tolist(),
         copy.length.tolist(),
     ]
 
@@ -119,14 +121,14 @@ def listed(copy: Any) -> list[Any]:
 def test_a_request_in_pieces_is_the_whole(move: Move, data: st.DataObject) -> None:
     """Layer by layer, and up to a token and on from it: the same memory as in one go."""
     rng = np.random.default_rng(0)
-    made = route(move.src, move.dst)
+    made = route(move.source, move.destination)
     sources = oracle.fill(move, rng)
-    rank = data.draw(st.sampled_from(oracle.ranks(move.dst)))
+    rank = data.draw(st.sampled_from(oracle.ranks(move.destination)))
     start, stop = move.tokens
     cut = data.draw(st.integers(start, stop))
-    poison = Memory(move.dst, rank, rng)
+    poison = Memory(move.destination, rank, rng)
     after = poison.copy()
-    names = [name for name in move.dst.layers if move.layers is None or name in move.layers]
+    names = [name for name in move.destination.layers if move.layers is None or name in move.layers]
     for name in names:
         for piece in pieces(move, made, name, cut):
             bring(made, piece, rank, sources, after)
@@ -137,7 +139,7 @@ def test_a_request_in_pieces_is_the_whole(move: Move, data: st.DataObject) -> No
 def pieces(move: Move, made: Route, name: str, cut: int) -> list[Move]:
     """One layer's transfer in two pieces; in one where it has a window, or a single state."""
     start, stop = move.tokens
-    groups = {p.groups[p.region_of(name)[0].group].kind for p in (made.src, made.dst)}
+    groups = {p.groups[p.region_of(name)[0].group].kind for p in (made.source, made.destination)}
     alone = move.only(name)
     if not groups <= {"full_attention", "mla_attention", "sink_full_attention"}:
         return [alone]
@@ -146,7 +148,7 @@ def pieces(move: Move, made: Route, name: str, cut: int) -> list[Move]:
 
 def bring(made: Route, move: Move, rank: int, sources: dict[int, Memory], after: Memory) -> None:
     for source in made.sources(rank):
-        bound = made.bind(src_rank=source, dst_rank=rank, **ask(move))
+        bound = made.bind(source_rank=source, destination_rank=rank, **ask(move))
         oracle.carry_out(bound.copies, sources[source], after)
 
 
@@ -155,13 +157,13 @@ def bring(made: Route, move: Move, rank: int, sources: dict[int, Memory], after:
 def test_sums_that_nobody_has_written_out_bring_the_same(move: Move) -> None:
     """Asked for twice: what is kept of a number of tokens is bound to any blocks."""
     rng = np.random.default_rng(0)
-    made, sources = route(move.src, move.dst), oracle.fill(move, rng)
-    for rank in oracle.ranks(move.dst):
-        poison = Memory(move.dst, rank, rng)
+    made, sources = route(move.source, move.destination), oracle.fill(move, rng)
+    for rank in oracle.ranks(move.destination):
+        poison = Memory(move.destination, rank, rng)
         after = poison.copy()
         for source in made.sources(rank):
-            made.stream(src_rank=source, dst_rank=rank, **ask(move)).grids()
-            grids = made.stream(src_rank=source, dst_rank=rank, **ask(move)).grids()
+            made.stream(source_rank=source, destination_rank=rank, **ask(move)).grids()
+            grids = made.stream(source_rank=source, destination_rank=rank, **ask(move)).grids()
             oracle.carry_out([written_out(grid) for grid in grids], sources[source], after)
         right, _ = oracle.expected(move, rank, poison)
         after.assert_equal(right, f"rank {rank} in sums")
@@ -171,9 +173,11 @@ def written_out(grid: Copy) -> Copy:
     starts = grid.starts
     src, dst = (
         (at[:, None] + spans).reshape(-1)
-        for at, spans in ((starts.src, grid.src), (starts.dst, grid.dst))
+        for at, spans in ((starts.source, grid.source), (starts.destination, grid.destination))
     )
-    return Copy(grid.src_pool, grid.dst_pool, src, dst, np.tile(grid.length, len(starts.src)))
+    return Copy(
+        grid.source_pool, grid.destination_pool, src, dst, np.tile(grid.length, len(starts.source))
+    )
 
 
 @fewer

@@ -31,26 +31,27 @@ HUGE = 10**30
 BLOCKS = SRC.num_blocks
 
 GIVEN: dict[str, Any] = {
-    "src_rank": 0, "dst_rank": 1, "src_blocks": [3, 1, 2], "dst_blocks": [5, 0], "tokens": 40,
+    "source_rank": 0, "destination_rank": 1,
+    "source_blocks": [3, 1, 2], "destination_blocks": [5, 0], "tokens": 40,
 }  # fmt: skip
 
 BINDS: list[tuple[Code, dict[str, Any]]] = [
     # Block ids that no pool has.
-    (Code.OUT_OF_RANGE, {"src_blocks": [3, 1, BLOCKS]}),
-    (Code.OUT_OF_RANGE, {"src_blocks": [3, -1, 2]}),
-    (Code.OUT_OF_RANGE, {"dst_blocks": [5, DST.num_blocks]}),
-    (Code.OUT_OF_RANGE, {"dst_blocks": [-5, 0]}),
-    (Code.OUT_OF_RANGE, {"src_blocks": [3, 1, 2**62]}),
-    (Code.OUT_OF_RANGE, {"src_blocks": np.array([3, 1, 2**63 + 5], np.uint64)}),
+    (Code.OUT_OF_RANGE, {"source_blocks": [3, 1, BLOCKS]}),
+    (Code.OUT_OF_RANGE, {"source_blocks": [3, -1, 2]}),
+    (Code.OUT_OF_RANGE, {"destination_blocks": [5, DST.num_blocks]}),
+    (Code.OUT_OF_RANGE, {"destination_blocks": [-5, 0]}),
+    (Code.OUT_OF_RANGE, {"source_blocks": [3, 1, 2**62]}),
+    (Code.OUT_OF_RANGE, {"source_blocks": np.array([3, 1, 2**63 + 5], np.uint64)}),
     # The same block twice.
-    (Code.TWICE, {"src_blocks": [3, 1, 3]}),
-    (Code.TWICE, {"dst_blocks": [5, 5]}),
+    (Code.TWICE, {"source_blocks": [3, 1, 3]}),
+    (Code.TWICE, {"destination_blocks": [5, 5]}),
     # Tables that end too early.
-    (Code.MISSING_BLOCKS, {"src_blocks": [3, 1]}),
-    (Code.MISSING_BLOCKS, {"dst_blocks": []}),
-    (Code.MISSING_BLOCKS, {"src_blocks": {}}),
-    (Code.OUT_OF_RANGE, {"src_blocks": {0: [3, 1, 2], 1: [4]}}),
-    (Code.OUT_OF_RANGE, {"dst_blocks": {-1: [5, 0]}}),
+    (Code.MISSING_BLOCKS, {"source_blocks": [3, 1]}),
+    (Code.MISSING_BLOCKS, {"destination_blocks": []}),
+    (Code.MISSING_BLOCKS, {"source_blocks": {}}),
+    (Code.OUT_OF_RANGE, {"source_blocks": {0: [3, 1, 2], 1: [4]}}),
+    (Code.OUT_OF_RANGE, {"destination_blocks": {-1: [5, 0]}}),
     # Tokens.
     (Code.BAD_TOKENS, {"tokens": (20, 10)}),
     (Code.BAD_TOKENS, {"tokens": -1}),
@@ -60,12 +61,12 @@ BINDS: list[tuple[Code, dict[str, Any]]] = [
     (Code.BAD_TOKENS, {"tokens": (1, 2, 3)}),
     (Code.BAD_TOKENS, {"tokens": ()}),
     # Ranks.
-    (Code.BAD_RANK, {"src_rank": 2}),
-    (Code.BAD_RANK, {"src_rank": -1}),
-    (Code.BAD_RANK, {"dst_rank": 4}),
-    (Code.BAD_RANK, {"dst_rank": HUGE}),
-    (Code.NOT_A_SOURCE, {"src_rank": 1}),
-    (Code.NOT_A_SOURCE, {"dst_rank": 3}),
+    (Code.BAD_RANK, {"source_rank": 2}),
+    (Code.BAD_RANK, {"source_rank": -1}),
+    (Code.BAD_RANK, {"destination_rank": 4}),
+    (Code.BAD_RANK, {"destination_rank": HUGE}),
+    (Code.NOT_A_SOURCE, {"source_rank": 1}),
+    (Code.NOT_A_SOURCE, {"destination_rank": 3}),
     # Layers.
     (Code.UNKNOWN_LAYER, {"layers": ["layers.9.cache"]}),
     (Code.UNKNOWN_LAYER, {"layers": ["layers.0.cache", ""]}),
@@ -96,18 +97,21 @@ def test_words_and_fractions_are_not_numbers(wrong: Any) -> None:
     """Wherever a number is asked for, and nothing but an `AtlasError` comes out."""
     for changed in (
         {"tokens": wrong}, {"tokens": (0, wrong)}, {"tokens": (wrong, 40)},
-        {"src_rank": wrong}, {"dst_rank": wrong},
-        {"src_blocks": wrong}, {"dst_blocks": wrong},
-        {"src_blocks": [3, wrong, 2]}, {"dst_blocks": [wrong, 0]},
-        {"src_blocks": {0: wrong}}, {"src_blocks": {wrong: [3, 1, 2]}},
+        {"source_rank": wrong}, {"destination_rank": wrong},
+        {"source_blocks": wrong}, {"destination_blocks": wrong},
+        {"source_blocks": [3, wrong, 2]}, {"destination_blocks": [wrong, 0]},
+        {"source_blocks": {0: wrong}}, {"source_blocks": {wrong: [3, 1, 2]}},
     ):  # fmt: skip
         with pytest.raises(AtlasError):
             WAY.bind(**{**GIVEN, **changed})
     for asked in (
-        {"dst_rank": wrong}, {"tokens": wrong}, {"dst_blocks": [wrong, 0]}, {"dst_blocks": wrong},
+        {"destination_rank": wrong}, {"tokens": wrong},
+        {"destination_blocks": [wrong, 0]}, {"destination_blocks": wrong},
     ):  # fmt: skip
         with pytest.raises(AtlasError):
-            WAY.needs(**{"dst_rank": 1, "dst_blocks": [5, 0], "tokens": 40, **asked})
+            WAY.needs(
+                **{"destination_rank": 1, "destination_blocks": [5, 0], "tokens": 40, **asked}
+            )
     with pytest.raises(AtlasError):
         WAY.sources(wrong)
 
@@ -119,32 +123,38 @@ def test_words_and_fractions_are_not_numbers(wrong: Any) -> None:
 )
 def test_a_table_is_one_row_of_whole_numbers(tables: Any) -> None:
     with pytest.raises(AtlasError):
-        WAY.bind(**{**GIVEN, "src_blocks": tables})
+        WAY.bind(**{**GIVEN, "source_blocks": tables})
 
 
 def test_numpy_numbers_are_numbers() -> None:
     plain = WAY.bind(**GIVEN)
     same = WAY.bind(
-        src_rank=np.int32(0),  # type: ignore[arg-type]
-        dst_rank=np.uint8(1),  # type: ignore[arg-type]
-        src_blocks=np.array([3, 1, 2], np.uint16),
-        dst_blocks=(np.int64(5), np.int8(0)),  # type: ignore[arg-type]
+        source_rank=np.int32(0),  # type: ignore[arg-type]
+        destination_rank=np.uint8(1),  # type: ignore[arg-type]
+        source_blocks=np.array([3, 1, 2], np.uint16),
+        destination_blocks=(np.int64(5), np.int8(0)),  # type: ignore[arg-type]
         tokens=(np.int64(0), np.uint64(40)),
     )
     for one, other in zip(plain.copies, same.copies, strict=True):
-        assert one.src.tolist() == other.src.tolist()
-        assert one.dst.tolist() == other.dst.tolist()
+        assert one.source.tolist() == other.source.tolist()
+        assert one.destination.tolist() == other.destination.tolist()
 
 
 def test_entries_that_are_not_needed_may_hold_anything() -> None:
     """Blocks before a range, behind it, or left behind by a window are never looked at."""
-    WAY.bind(**{**GIVEN, "tokens": (16, 32), "src_blocks": [-7, 1], "dst_blocks": [5]})
-    WAY.bind(**{**GIVEN, "src_blocks": [3, 1, 2, 2, -1, 2**62]})
+    WAY.bind(**{**GIVEN, "tokens": (16, 32), "source_blocks": [-7, 1], "destination_blocks": [5]})
+    WAY.bind(**{**GIVEN, "source_blocks": [3, 1, 2, 2, -1, 2**62]})
     model = stacked("w", SlidingAttention(heads=4, head_dim=8, window=8), FULL)
     made = small_plan(model, policy="vllm")
     window = next(i for i, group in enumerate(made.groups) if group.kind == "sliding_window")
     tables = {window: [-1, -1, 9], 1 - window: [4, 5, 6]}
-    route(made, made).bind(src_rank=0, dst_rank=0, src_blocks=tables, dst_blocks=tables, tokens=48)
+    route(made, made).bind(
+        source_rank=0,
+        destination_rank=0,
+        source_blocks=tables,
+        destination_blocks=tables,
+        tokens=48,
+    )
 
 
 def test_a_block_belongs_to_one_group_of_a_pool_at_a_time() -> None:
@@ -153,14 +163,14 @@ def test_a_block_belongs_to_one_group_of_a_pool_at_a_time() -> None:
     way = route(made, made)
     apart = {0: [1, 2, 3], 1: [4, 5, 6]}
     shared = {0: [1, 2, 3], 1: [4, 5, 2]}
-    ranks: dict[str, Any] = {"src_rank": 0, "dst_rank": 0, "tokens": 48}
-    way.bind(src_blocks=apart, dst_blocks=apart, **ranks)
+    ranks: dict[str, Any] = {"source_rank": 0, "destination_rank": 0, "tokens": 48}
+    way.bind(source_blocks=apart, destination_blocks=apart, **ranks)
     for src, dst in ((shared, apart), (apart, shared)):
         with pytest.raises(AtlasError) as refusal:
-            way.bind(src_blocks=src, dst_blocks=dst, **ranks)
+            way.bind(source_blocks=src, destination_blocks=dst, **ranks)
         assert refusal.value.code is Code.TWICE
     with pytest.raises(AtlasError) as refusal:
-        way.needs(dst_rank=0, dst_blocks=shared, tokens=48)
+        way.needs(destination_rank=0, destination_blocks=shared, tokens=48)
     assert refusal.value.code is Code.TWICE
 
 
@@ -168,14 +178,20 @@ def test_groups_in_pools_of_their_own_may_use_the_same_ids() -> None:
     made = small_plan(SMALL["mamba hybrid"], states="apart")
     assert len(made.pools) == 2
     same = {index: [1] for index in range(len(made.groups))}
-    route(made, made).bind(src_rank=0, dst_rank=0, src_blocks=same, dst_blocks=same, tokens=16)
+    route(made, made).bind(
+        source_rank=0, destination_rank=0, source_blocks=same, destination_blocks=same, tokens=16
+    )
 
 
 def test_several_groups_want_several_tables() -> None:
     made = small_plan(SMALL["sliding"])
     with pytest.raises(AtlasError) as refusal:
         route(made, made).bind(
-            src_rank=0, dst_rank=0, src_blocks=[1, 2], dst_blocks=[1, 2], tokens=20
+            source_rank=0,
+            destination_rank=0,
+            source_blocks=[1, 2],
+            destination_blocks=[1, 2],
+            tokens=20,
         )
     assert refusal.value.code is Code.MISSING_BLOCKS
 
@@ -184,21 +200,25 @@ def test_a_recurrent_table_is_one_block_or_long_enough() -> None:
     made = small_plan(SMALL["recurrent"], least=1 << 18)
     way = route(made, made)
     last = (60 - 1) // made.groups[0].block
-    given: dict[str, Any] = {"src_rank": 0, "dst_rank": 0, "tokens": 60}
+    given: dict[str, Any] = {"source_rank": 0, "destination_rank": 0, "tokens": 60}
     whole = list(range(last + 1))
     assert last >= 2
-    way.bind(src_blocks=[7], dst_blocks=whole, **given)
+    way.bind(source_blocks=[7], destination_blocks=whole, **given)
     for short in (whole[:-1], []):
         with pytest.raises(AtlasError) as refusal:
-            way.bind(src_blocks=[7], dst_blocks=short, **given)
+            way.bind(source_blocks=[7], destination_blocks=short, **given)
         assert refusal.value.code is Code.MISSING_BLOCKS
 
 
 def test_layers_from_a_generator_are_those_that_it_names() -> None:
     names = SRC.layers[:1]
-    ends: dict[str, Any] = {"src_rank": 0, "dst_rank": 0}
-    tables: dict[str, Any] = {"src_blocks": [7, 1, 4], "dst_blocks": [5, 0], "tokens": 40}
-    needed: dict[str, Any] = {"dst_rank": 0, "dst_blocks": [5, 0], "tokens": 40}
+    ends: dict[str, Any] = {"source_rank": 0, "destination_rank": 0}
+    tables: dict[str, Any] = {
+        "source_blocks": [7, 1, 4],
+        "destination_blocks": [5, 0],
+        "tokens": 40,
+    }
+    needed: dict[str, Any] = {"destination_rank": 0, "destination_blocks": [5, 0], "tokens": 40}
     asks: list[Callable[[Any], int]] = [
         lambda layers: WAY.bind(**ends, **tables, layers=layers).nbytes,
         lambda layers: WAY.stream(**ends, **tables, layers=layers).nbytes,
@@ -219,14 +239,18 @@ def test_layers_from_a_generator_are_those_that_it_names() -> None:
 def test_lengths_are_checked_before_arrays_are_made() -> None:
     long = plan("Qwen3-8B", memory="700TiB", max_len=1 << 32)
     way = route(long, long)
-    ends: dict[str, Any] = {"src_rank": 0, "dst_rank": 0}
-    tables: dict[str, Any] = {"src_blocks": [1, 2], "dst_blocks": [3, 4], "tokens": 1 << 31}
+    ends: dict[str, Any] = {"source_rank": 0, "destination_rank": 0}
+    tables: dict[str, Any] = {
+        "source_blocks": [1, 2],
+        "destination_blocks": [3, 4],
+        "tokens": 1 << 31,
+    }
     tracemalloc.start()
     for call in (
         lambda: way.bind(**ends, **tables),
         lambda: way.stream(**ends, **tables),
-        lambda: way.needs(dst_rank=0, dst_blocks=[3, 4], tokens=1 << 31),
-        lambda: way.needed_bytes(dst_rank=0, dst_blocks=[3, 4], tokens=1 << 31),
+        lambda: way.needs(destination_rank=0, destination_blocks=[3, 4], tokens=1 << 31),
+        lambda: way.needed_bytes(destination_rank=0, destination_blocks=[3, 4], tokens=1 << 31),
         lambda: way.prepare(**ends).select(**tables),
         lambda: check_tables(long, 0, [1, 2], 1 << 31),
     ):
@@ -285,7 +309,7 @@ def test_tables_that_routes_take_are_good_tables() -> None:
                 continue
             for single in (False, True):
                 move = moving(src, dst, (0, 70), single=single)
-                for end, tables in ((src, move.src_blocks), (dst, move.dst_blocks)):
+                for end, tables in ((src, move.source_blocks), (dst, move.destination_blocks)):
                     for rank in range(end.ranks):
                         assert check_tables(end, rank, tables, 70).keys() == tables.keys(), name
 
@@ -400,7 +424,9 @@ def test_no_word_of_the_source_makes_fewer_bytes_enough() -> None:
         (everything, everything, 96 + 96),
     ):
         tables = {index: list(full[index]) for index in range(len(dst.groups))}
-        needed = route(src, dst).needed_bytes(dst_rank=0, dst_blocks=tables, tokens=96)
+        needed = route(src, dst).needed_bytes(
+            destination_rank=0, destination_blocks=tables, tokens=96
+        )
         assert needed == tokens * state
 
 
@@ -436,22 +462,22 @@ def test_a_hostile_plan_is_refused_when_it_is_read() -> None:
 
 
 PREPARED: list[tuple[Code, dict[str, Any]]] = [
-    (Code.OUT_OF_RANGE, {"src_blocks": [3, 1, BLOCKS]}),
-    (Code.OUT_OF_RANGE, {"dst_blocks": [-1, 0]}),
-    (Code.TWICE, {"dst_blocks": [5, 5]}),
-    (Code.MISSING_BLOCKS, {"src_blocks": [3, 1]}),
+    (Code.OUT_OF_RANGE, {"source_blocks": [3, 1, BLOCKS]}),
+    (Code.OUT_OF_RANGE, {"destination_blocks": [-1, 0]}),
+    (Code.TWICE, {"destination_blocks": [5, 5]}),
+    (Code.MISSING_BLOCKS, {"source_blocks": [3, 1]}),
     (Code.BAD_TOKENS, {"tokens": (20, 10)}),
     (Code.BAD_TOKENS, {"tokens": SRC.max_len + 1}),
     (Code.NOT_AN_INTEGER, {"tokens": 1.5}),
-    (Code.NOT_AN_INTEGER, {"src_blocks": [3.0, 1.0, 2.0]}),
+    (Code.NOT_AN_INTEGER, {"source_blocks": [3.0, 1.0, 2.0]}),
 ]
 
 
 @pytest.mark.parametrize("case", PREPARED, ids=named)
 def test_select(case: tuple[Code, dict[str, Any]]) -> None:
     code, wrong = case
-    prepared = WAY.prepare(src_rank=0, dst_rank=1)
-    given = {key: GIVEN[key] for key in ("src_blocks", "dst_blocks", "tokens")}
+    prepared = WAY.prepare(source_rank=0, destination_rank=1)
+    given = {key: GIVEN[key] for key in ("source_blocks", "destination_blocks", "tokens")}
     prepared.select(**given)
     with pytest.raises(AtlasError) as refusal:
         prepared.select(**{**given, **wrong})
@@ -463,15 +489,15 @@ def test_prepare_wants_ranks_that_feed_each_other() -> None:
         (1, 0, Code.NOT_A_SOURCE), (2, 0, Code.BAD_RANK), (0, 4, Code.BAD_RANK),
     ):  # fmt: skip
         with pytest.raises(AtlasError) as refusal:
-            WAY.prepare(src_rank=src, dst_rank=dst)
+            WAY.prepare(source_rank=src, destination_rank=dst)
         assert refusal.value.code is code
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, None, "0", True, HUGE], ids=repr)
 def test_base_addresses_are_addresses(wrong: Any) -> None:
     (copy,) = WAY.bind(**GIVEN).copies
-    for name in ("src_base", "dst_base"):
+    for name in ("source_base", "destination_base"):
         with pytest.raises(AtlasError):
             copy.descriptors(**{name: wrong})
     with pytest.raises(AtlasError):
-        copy.descriptors(src_base=2**63)
+        copy.descriptors(source_base=2**63)

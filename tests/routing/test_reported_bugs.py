@@ -30,10 +30,10 @@ ROOM = 1 << 19
 def arrived(move: Move, rank: int = 0) -> tuple[Memory, Memory]:
     """A destination rank's memory after a move, and what it was before."""
     rng = np.random.default_rng(1)
-    sources, before = oracle.fill(move, rng), Memory(move.dst, rank, rng)
-    after, made = before.copy(), route(move.src, move.dst)
+    sources, before = oracle.fill(move, rng), Memory(move.destination, rank, rng)
+    after, made = before.copy(), route(move.source, move.destination)
     for source in made.sources(rank):
-        bound = made.bind(src_rank=source, dst_rank=rank, **ask(move))
+        bound = made.bind(source_rank=source, destination_rank=rank, **ask(move))
         oracle.carry_out(bound.copies, sources[source], after)
     return after, before
 
@@ -51,9 +51,9 @@ def test_lmcache_4463_4247_dynamo_14416_k_and_v_split_meets_k_and_v_packed(order
     # The bytes of a block as they are would be garbage on the other side.
     after, _ = arrived(move)
     page = dst.page(dst.layers[0]).nbytes
-    block = move.dst_blocks[0][0] * page
+    block = move.destination_blocks[0][0] * page
     here = oracle.fill(move, np.random.default_rng(1))[0].pools[0]
-    there = move.src_blocks[0][0] * page
+    there = move.source_blocks[0][0] * page
     assert (after.pools[0][block : block + page] != here[there : there + page]).any()
 
 
@@ -92,11 +92,12 @@ def test_vllm_52516_ready_means_every_byte_was_named(tp: int, to: int) -> None:
     move = moving(src, dst, 16)
     assert_arrives(move)
     made = route(src, dst)
-    needs = made.needs(dst_rank=0, dst_blocks=move.dst_blocks, tokens=16)
+    needs = made.needs(destination_rank=0, destination_blocks=move.destination_blocks, tokens=16)
     total = sum(int(lengths.sum()) for _, lengths in needs.values())
     assert total == 8 * 16 * 2 * 128 * 2 * max(2 // to, 1)
     named = sum(
-        made.bind(src_rank=source, dst_rank=0, **ask(move)).nbytes for source in made.sources(0)
+        made.bind(source_rank=source, destination_rank=0, **ask(move)).nbytes
+        for source in made.sources(0)
     )
     assert named == total
 
@@ -118,19 +119,23 @@ def test_dynamo_15079_a_failed_read_leaves_bytes_that_are_missing(failed: int) -
     src, dst = small_plan(model, tp=3), small_plan(model, tp=1, layout="BLHNC")
     move, made = moving(src, dst, 40), route(src, dst)
     assert made.sources(0) == (0, 1, 2)
-    needs = made.needs(dst_rank=0, dst_blocks=move.dst_blocks, tokens=40)
+    needs = made.needs(destination_rank=0, destination_blocks=move.destination_blocks, tokens=40)
     missing = {
         pool: oracle.times_named([pair], dst.pools[pool].nbytes) for pool, pair in needs.items()
     }
     for source in {0, 1, 2} - {failed}:
-        for copy in made.bind(src_rank=source, dst_rank=0, **ask(move)).copies:
-            size = dst.pools[copy.dst_pool].nbytes
-            missing[copy.dst_pool] -= oracle.times_named([(copy.dst, copy.length)], size)
-    lost = made.bind(src_rank=failed, dst_rank=0, **ask(move))
+        for copy in made.bind(source_rank=source, destination_rank=0, **ask(move)).copies:
+            size = dst.pools[copy.destination_pool].nbytes
+            missing[copy.destination_pool] -= oracle.times_named(
+                [(copy.destination, copy.length)], size
+            )
+    lost = made.bind(source_rank=failed, destination_rank=0, **ask(move))
     assert sum(int(left.sum()) for left in missing.values()) == lost.nbytes > 0
     for copy in lost.copies:
-        size = dst.pools[copy.dst_pool].nbytes
-        missing[copy.dst_pool] -= oracle.times_named([(copy.dst, copy.length)], size)
+        size = dst.pools[copy.destination_pool].nbytes
+        missing[copy.destination_pool] -= oracle.times_named(
+            [(copy.destination, copy.length)], size
+        )
     assert not any(left.any() for left in missing.values())
 
 
@@ -144,17 +149,17 @@ def test_vllm_51094_the_state_at_an_exact_boundary(blocks: int, off: int) -> Non
     stop = blocks * size + off
     move = moving(src, dst, stop, complete=True)
     group = next(i for i, g in enumerate(src.groups) if g.kind == "recurrent")
-    assert len(move.src_blocks[group]) == (blocks + 1 if off == 1 else blocks)
+    assert len(move.source_blocks[group]) == (blocks + 1 if off == 1 else blocks)
     assert_arrives(move)
     # The table that an engine keeps may already have the next block: it is not the one.
     longer = {g: [*ids, next(b for b in range(src.num_blocks) if b not in ids)]
-              for g, ids in move.src_blocks.items()}  # fmt: skip
+              for g, ids in move.source_blocks.items()}  # fmt: skip
     made = route(src, dst)
     same, other = (
-        made.bind(src_rank=0, dst_rank=0, **{**ask(move), "src_blocks": blocks_})
-        for blocks_ in (move.src_blocks, longer)
+        made.bind(source_rank=0, destination_rank=0, **{**ask(move), "source_blocks": blocks_})
+        for blocks_ in (move.source_blocks, longer)
     )
-    assert same.copies[0].src.tolist() == other.copies[0].src.tolist()
+    assert same.copies[0].source.tolist() == other.copies[0].source.tolist()
 
 
 @pytest.mark.parametrize("policy", ["vllm", "atlas"])
@@ -166,7 +171,10 @@ def test_lmcache_2863_states_come_with_the_attention_blocks(policy: Any) -> None
     for layer in dst.layers:
         one = move.only(layer)
         needs = route(src, dst).needs(
-            dst_rank=0, dst_blocks=one.dst_blocks, tokens=40, layers=one.layers
+            destination_rank=0,
+            destination_blocks=one.destination_blocks,
+            tokens=40,
+            layers=one.layers,
         )
         page = dst.page(layer)
         whole = sum(f.nbytes for p in range(dst.parts(layer)) for f in dst.page(layer, 0, p).fields)
@@ -178,7 +186,9 @@ def test_lmcache_2863_states_come_with_the_attention_blocks(policy: Any) -> None
     group = next(i for i, g in enumerate(dst.groups) if g.kind == "recurrent")
     with pytest.raises(AtlasError) as refusal:
         route(src, dst).bind(
-            src_rank=0, dst_rank=0, **{**ask(move), "dst_blocks": {**move.dst_blocks, group: []}}
+            source_rank=0,
+            destination_rank=0,
+            **{**ask(move), "destination_blocks": {**move.destination_blocks, group: []}},
         )
     assert refusal.value.code is Code.MISSING_BLOCKS
 
@@ -253,13 +263,17 @@ def test_vllm_55434_dynamo_12750_nixl_135_a_block_is_one_descriptor() -> None:
     run = list(range(100, 100 + count))
     for blocks, to, least in ((run, ids, count - 8), (run, run, 1), (ids, ids, 1)):
         (copy,) = way.bind(
-            src_rank=0, dst_rank=0, src_blocks=blocks, dst_blocks=to, tokens=count * 16
+            source_rank=0,
+            destination_rank=0,
+            source_blocks=blocks,
+            destination_blocks=to,
+            tokens=count * 16,
         ).copies
         assert least <= len(copy) <= count
         assert copy.nbytes == count * made.bytes_per_block
-    prepared = way.prepare(src_rank=0, dst_rank=0)
-    assert prepared.src.shape == (made.num_blocks, 3)
-    src, dst = prepared.select(src_blocks=run, dst_blocks=ids, tokens=count * 16)
+    prepared = way.prepare(source_rank=0, destination_rank=0)
+    assert prepared.source.shape == (made.num_blocks, 3)
+    src, dst = prepared.select(source_blocks=run, destination_blocks=ids, tokens=count * 16)
     assert len(src) == len(dst) == count
 
 
@@ -277,7 +291,7 @@ def test_vllm_cpu_block_64_to_128_transposed_k_is_joined_by_states(block: int, t
     assert_arrives(move)
     assert_arrives(moving(src, dst, (10, 201)))
     # Blocks that are neighbours on both sides would be one run, were it a matter of bytes.
-    assert len(route(src, dst).bind(src_rank=0, dst_rank=0, **ask(move)).copies[0]) > 1
+    assert len(route(src, dst).bind(source_rank=0, destination_rank=0, **ask(move)).copies[0]) > 1
 
 
 def test_vllm_42374_two_blocks_are_two_blocks_at_both_ends() -> None:

@@ -42,8 +42,10 @@ def spelled_out(copies: Iterable[Copy]) -> list[tuple[Pools, Any]]:
     """Every byte in its order: pools, and where it comes from and goes to."""
     return [
         (
-            (copy.src_pool, copy.dst_pool),
-            np.stack([oracle.spelled_out(at, copy.length) for at in (copy.src, copy.dst)], 1),
+            (copy.source_pool, copy.destination_pool),
+            np.stack(
+                [oracle.spelled_out(at, copy.length) for at in (copy.source, copy.destination)], 1
+            ),
         )
         for copy in copies
     ]
@@ -74,11 +76,11 @@ def test_a_stream_is_the_bytes_of_bind(kind: type[Spec]) -> None:
     @each
     @given(requests(kind), st.data())
     def run(move: Move, data: st.DataObject) -> None:
-        made = route(move.src, move.dst)
-        rank = data.draw(st.sampled_from(oracle.ranks(move.dst)))
+        made = route(move.source, move.destination)
+        rank = data.draw(st.sampled_from(oracle.ranks(move.destination)))
         with in_chunks_of(data.draw(st.sampled_from([1, 3, 16, 100, 1 << 16]))):
             for source in made.sources(rank):
-                asked = {"src_rank": source, "dst_rank": rank, **ask(move)}
+                asked = {"source_rank": source, "destination_rank": rank, **ask(move)}
                 assert_streams(made, asked, data)
 
     run()
@@ -96,7 +98,7 @@ def assert_streams(made: Route, asked: dict[str, Any], data: st.DataObject) -> N
     assert all(np.array_equal(one[pools], other[pools]) for pools in one)
     cuts = sorted(data.draw(st.lists(st.integers(0, stream.nbytes), max_size=6)))
     edges = [0, *cuts, stream.nbytes]
-    there = route(*(Plan.from_json(end.to_json()) for end in (made.src, made.dst)))
+    there = route(*(Plan.from_json(end.to_json()) for end in (made.source, made.destination)))
     again = there.stream(**asked)
     parts = [again.copies(*edge) for edge in pairwise(edges)]
     assert [sum(c.nbytes for c in part) for part in parts] == np.diff(edges).tolist()
@@ -109,7 +111,13 @@ def assert_streams(made: Route, asked: dict[str, Any], data: st.DataObject) -> N
 
 
 def small_stream() -> Stream:
-    return WAY.stream(src_rank=0, dst_rank=0, src_blocks=TABLES[0], dst_blocks=TABLES[1], tokens=90)
+    return WAY.stream(
+        source_rank=0,
+        destination_rank=0,
+        source_blocks=TABLES[0],
+        destination_blocks=TABLES[1],
+        tokens=90,
+    )
 
 
 def test_threads_may_read_one_stream() -> None:
@@ -152,13 +160,21 @@ def test_bytes_that_a_stream_does_not_have_are_refused() -> None:
 
 def test_block_ids_that_are_changed_later_do_not_change_a_stream() -> None:
     ids = np.array(TABLES[0])
-    stream = WAY.stream(src_rank=0, dst_rank=0, src_blocks=ids, dst_blocks=TABLES[1], tokens=90)
+    stream = WAY.stream(
+        source_rank=0,
+        destination_rank=0,
+        source_blocks=ids,
+        destination_blocks=TABLES[1],
+        tokens=90,
+    )
     ids[:] = 0
     assert np.array_equal(in_order(stream.walk()), in_order(small_stream().walk()))
 
 
 def test_a_request_without_tokens_is_an_empty_stream() -> None:
-    stream = WAY.stream(src_rank=0, dst_rank=0, src_blocks=[], dst_blocks=[], tokens=0)
+    stream = WAY.stream(
+        source_rank=0, destination_rank=0, source_blocks=[], destination_blocks=[], tokens=0
+    )
     assert (stream.nbytes, stream.runs, list(stream.walk()), list(stream.pieces(1))) == (
         0,
         0,
@@ -171,7 +187,13 @@ def test_what_requests_of_a_route_have_in_common_is_found_once() -> None:
     """Also where starts are so many that they are divided."""
     with in_chunks_of(40):
         one, other = (
-            WAY.stream(src_rank=0, dst_rank=0, src_blocks=src, dst_blocks=dst, tokens=90)
+            WAY.stream(
+                source_rank=0,
+                destination_rank=0,
+                source_blocks=src,
+                destination_blocks=dst,
+                tokens=90,
+            )
             for src, dst in (TABLES, ([0, 1, 2, 3, 4, 5], [0, 1, 2]))
         )
         pairs = list(zip(one.grids(), other.grids(), strict=True))

@@ -67,7 +67,10 @@ def test_groups_that_lie_alike_are_compiled_once(monkeypatch: pytest.MonkeyPatch
     src, dst = (small_plan(model, tp=tp) for tp in (2, 1))
     assert len(src.groups) == len(dst.groups) == 19
     way = route(src, dst)
-    assert [way.compile(src_rank=rank, dst_rank=0) > 0 for rank in (0, 1)] == [True, True]
+    assert [way.compile(source_rank=rank, destination_rank=0) > 0 for rank in (0, 1)] == [
+        True,
+        True,
+    ]
     assert len(merged) <= 8  # by rank: attention, and which half of a state is whose
 
 

@@ -87,7 +87,7 @@ class Master:
 
 def tier_on(store: MooncakeStore, name: str, **options: Any) -> StoreTier:
     rows = tier_plan(model_of(name), **BIG.get(name, {}))
-    return StoreTier(store, rows, OURS, **{"staging": 1 << 20, "deadline": 30.0, **options})
+    return StoreTier(store, rows, OURS, **{"staging": 1 << 20, "timeout": 30.0, **options})
 
 
 class Peer:

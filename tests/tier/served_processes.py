@@ -71,7 +71,7 @@ def engine(path: Path, name: str, number: int, made: Plan, rank: int, *, stores:
     """One rank: stores the same requests as all others do, and reads each of them back."""
     model, big = SMALL[name], BIG.get(name, {})
     kept = tier_plan(model, **{"memory": "4MiB", **big})
-    with share_file(path, kept, durable=False, seconds=SECONDS) as tier:
+    with share_file(path, kept, durable=False, timeout=SECONDS) as tier:
         for request in np.random.default_rng(number).permutation(REQUESTS).tolist():
             world = World(model, 100 + 16 * request, seed=request, **big)
             keys = world.keys(tier, salt=f"{request} ")
@@ -198,7 +198,7 @@ def kill_servers(path: Path, trials: int, seed: int) -> None:
 def found(path: Path, rng: np.random.Generator) -> int:
     """How many of some names are served now; every byte of them is right."""
     looks = 0
-    with suppress(AtlasError), TierClient(f"{path}.sock", seconds=5) as client:
+    with suppress(AtlasError), TierClient(f"{path}.sock", timeout=5) as client:
         for name in rng.integers(killed.NAMES, size=6).tolist():
             looks += killed.fetched(client, name)
     return looks

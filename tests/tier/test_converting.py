@@ -34,7 +34,7 @@ from tests.tier.test_topologies import MODELS
 from tests.tier.world import GUARD, Pools, World, pools, small, tier_plan
 
 OURS = CacheIdentity(weights="ours")
-HOW = Converting("bf16->fp8", dst_scales=0.5)
+HOW = Converting("bf16->fp8", destination_scales=0.5)
 TOKENS = 100
 
 
@@ -46,7 +46,7 @@ def rows_of(model: Model, **options: Any) -> Plan:
 def opened(store: Any, model: Model, *, other: bool) -> StoreTier:
     """The tier of an engine that keeps fp8."""
     source = OtherRows(rows_of(model), HOW) if other else None
-    about: dict[str, Any] = {"staging": 1 << 20, "deadline": 30.0, "other": source}
+    about: dict[str, Any] = {"staging": 1 << 20, "timeout": 30.0, "other": source}
     return StoreTier(store, rows_of(model, kv_dtype="fp8"), OURS, **about)
 
 
@@ -54,8 +54,8 @@ def expected(world: World, src: Plan, dst: Plan, rank: int, tables: Any, tokens:
     """What a rank should hold, by a converting route that never meets a tier."""
     made = pools(dst, rank, 7)
     holding = {r: world.holding(src, r) for r in range(src.tp)}
-    way = route(src, dst, convert=HOW.name, dst_scales=HOW.dst_scales)
-    blocks: dict[str, Any] = {"src_blocks": holding[0][1], "dst_blocks": tables}
+    way = route(src, dst, convert=HOW.name, destination_scales=HOW.destination_scales)
+    blocks: dict[str, Any] = {"source_blocks": holding[0][1], "destination_blocks": tables}
     held = {r: own for r, (own, _) in holding.items()}
     copy_request(way, held, {rank: made}, **blocks, tokens=tokens)
     return made
@@ -84,7 +84,7 @@ def test_an_fp8_engine_loads_what_a_bf16_engine_has_stored(name: str) -> None:
     model, world = MODELS[name], World(MODELS[name], TOKENS)
     src, dst = small(model, tp=2, layout="LBNHC"), small(model, kv_dtype="fp8", block_size=64)
     store = HostStore()
-    with StoreTier(store, rows_of(model), OURS, staging=1 << 20, deadline=30.0) as tier:
+    with StoreTier(store, rows_of(model), OURS, staging=1 << 20, timeout=30.0) as tier:
         assert world.store(tier, src)[-1].whole > 0
         stored = sorted(store.names())
         alone, fp8 = opened(store, model, other=False), opened(store, model, other=True)
@@ -191,12 +191,12 @@ def test_a_tier_that_cannot_be_opened_leaves_no_threads() -> None:
 def test_what_does_not_say_how_to_convert_is_refused_with_a_code() -> None:
     model = MODELS["dense"]
     dst, tier = small(model, kv_dtype="fp8"), Tier(tier_plan(model, kv_dtype="fp8"))
-    rescaled = Converting("fp8->fp8", src_scales=0.5, dst_scales=0.25)
+    rescaled = Converting("fp8->fp8", source_scales=0.5, destination_scales=0.25)
     named: Any = "bf16->fp8"
     wrong: list[Any] = [np.array([0.5, 0.5]), {"layers.0.attn": np.array([0.5, 0.5])}, -1.0]
     for scales in wrong:
         with pytest.raises(AtlasError) as refusal:
-            Converting(named, dst_scales=scales)
+            Converting(named, destination_scales=scales)
         assert refusal.value.code is Code.BAD_SIZE
     with tier.pin([], 16) as hit:
         for how in (named, rescaled):
@@ -209,7 +209,10 @@ def test_what_does_not_say_how_to_convert_is_refused_with_a_code() -> None:
 
 
 def test_rows_that_could_never_be_converted_are_refused_when_a_tier_is_opened() -> None:
-    model, in_vain = MODELS["dense"], Converting("fp8->bf16", src_scales=0.5, dst_scales=0.5)
+    model, in_vain = (
+        MODELS["dense"],
+        Converting("fp8->bf16", source_scales=0.5, destination_scales=0.5),
+    )
     for other, code in (
         (OtherRows(tier_plan(model, block_size=64), HOW), Code.BAD_PLAN),
         (OtherRows(rows_of(model), Converting(HOW.name)), Code.MISSING_SCALES),
@@ -225,7 +228,7 @@ def test_rows_that_could_never_be_converted_are_refused_when_a_tier_is_opened() 
 def test_rows_are_never_copied_into_a_cache_of_other_scales() -> None:
     model, world, store = MODELS["dense"], World(MODELS["dense"], TOKENS), HostStore()
     bf16, fp8 = small(model), small(model, kv_dtype="fp8")
-    half = Converting("fp8->bf16", src_scales=0.5)
+    half = Converting("fp8->bf16", source_scales=0.5)
     other = OtherRows(rows_of(model, kv_dtype="fp8"), half)
     held, tables = pools(fp8, 0, 3), scattered(fp8, TOKENS)
     with (
@@ -239,16 +242,16 @@ def test_rows_are_never_copied_into_a_cache_of_other_scales() -> None:
             assert hit.tokens == TOKENS
             # Who asks for what the tier's own rows would need knows nothing of these.
             for cache, asked in (
-                (fp8, Converting("bf16->fp8", dst_scales=0.25)),
-                (fp8, Converting("bf16->fp8", src_scales=0.25, dst_scales=0.25)),
+                (fp8, Converting("bf16->fp8", destination_scales=0.25)),
+                (fp8, Converting("bf16->fp8", source_scales=0.25, destination_scales=0.25)),
                 (fp8, None),
-                (bf16, Converting("fp8->bf16", src_scales=0.25)),
+                (bf16, Converting("fp8->bf16", source_scales=0.25)),
             ):
                 with pytest.raises(AtlasError) as refusal:
                     hit.fetch(pools(cache, 0, 7), cache, blocks=tables, convert=asked)
                 assert refusal.value.code is Code.BAD_CONVERSION
             same = {i: np.zeros_like(pool) for i, pool in held.items()}
-            alike = Converting("bf16->fp8", dst_scales=0.5)
+            alike = Converting("bf16->fp8", destination_scales=0.5)
             hit.fetch(same, fp8, blocks=tables, convert=alike)
             assert all((same[i] == pool)[same[i] != 0].all() for i, pool in held.items())
             assert any(pool.any() for pool in same.values())
@@ -277,7 +280,7 @@ def test_rows_of_ones_own_dtype_are_fetched_as_they_are_by_who_would_convert_oth
         for index, pool in right.items():
             for mine in got:
                 np.testing.assert_array_equal(pool, mine[index])
-        for how in (Converting(HOW.name, dst_scales=0.25), Converting(HOW.name)):
+        for how in (Converting(HOW.name, destination_scales=0.25), Converting(HOW.name)):
             with pytest.raises(AtlasError) as refusal:  # what the tier knows of its own scales
                 tier.fetch(got[0], fp8, **request, convert=how)
             assert refusal.value.code is Code.BAD_CONVERSION
@@ -288,12 +291,14 @@ def test_conversions_that_say_the_same_are_compiled_once() -> None:
     routes, cache = TierRoutes(tier_plan(model)), small(model, kv_dtype="fp8")
     by_layer = {layer: [0.5, 0.25] for layer in cache.layers}
     for scales in (0.5, by_layer):
-        one, two = (routes.to(cache, Converting(HOW.name, dst_scales=scales)) for _ in range(2))
+        one, two = (
+            routes.to(cache, Converting(HOW.name, destination_scales=scales)) for _ in range(2)
+        )
         assert one is two
-    how = Converting(HOW.name, dst_scales=by_layer)
+    how = Converting(HOW.name, destination_scales=by_layer)
     by_layer[next(iter(by_layer))] = [8.0, 8.0]  # too late
     assert routes.to(cache, how) is one
-    assert routes.to(cache, Converting(HOW.name, dst_scales=by_layer)) is not one
+    assert routes.to(cache, Converting(HOW.name, destination_scales=by_layer)) is not one
 
 
 def test_a_request_is_found_in_rows_of_one_dtype() -> None:
@@ -301,7 +306,7 @@ def test_a_request_is_found_in_rows_of_one_dtype() -> None:
     bf16, fp8 = small(model, states="apart"), small(model, kv_dtype="fp8", states="apart")
     heard: list[Any] = []
     with (
-        StoreTier(store, rows_of(model), OURS, staging=1 << 20, deadline=30.0) as theirs,
+        StoreTier(store, rows_of(model), OURS, staging=1 << 20, timeout=30.0) as theirs,
         opened(store, model, other=True) as tier,
     ):
         finder, events = PrefixFinder(tier), TierEvents(tier, heard.extend)

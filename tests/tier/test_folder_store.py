@@ -175,7 +175,7 @@ def test_a_disk_that_does_not_answer_is_not_one_without_objects(
 def test_who_stands_still_with_the_count_hangs_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder_ledger, "_PATIENCE", 0.05)
+    monkeypatch.setattr(folder_ledger, "_LOCK_TIMEOUT", 0.05)
     store, put = FolderStore(tmp_path, capacity=1000), list[list[bool]]()
     with (tmp_path / ".used").open("r+b") as stopped:
         fcntl.flock(stopped, fcntl.LOCK_EX)

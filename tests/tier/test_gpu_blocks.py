@@ -57,11 +57,11 @@ def check(driver: FakeCuda, tier: Tier, src: Plan, dst: Plan) -> None:
     about: dict[str, Any] = {"tokens": TOKENS, "keys": keys}
     for rank in range(src.ranks):
         mine = on_gpu(driver, filled[rank].pools)
-        tier.store(mine, src, rank=rank, blocks=move.src_blocks, **about)
+        tier.store(mine, src, rank=rank, blocks=move.source_blocks, **about)
     for rank in range(dst.ranks):
         poison = oracle.Memory(dst, rank, rng)
         other = on_gpu(driver, poison.pools)
-        tier.fetch(other, dst, rank=rank, blocks=move.dst_blocks, **about)
+        tier.fetch(other, dst, rank=rank, blocks=move.destination_blocks, **about)
         right, _ = oracle.expected(move, rank, poison)
         for index, pool in right.pools.items():
             there = as_bytes(Memory(other[index].address, other[index].nbytes))
@@ -99,8 +99,8 @@ def test_a_buffer_takes_as_many_blocks_as_it_has_room_for(
 ) -> None:
     made = small("dense", layout="BLHNC")
     size = made.pools[0].block_bytes
-    blocks: dict[str, Any] = {"src_blocks": [7, 2, 3, 5], "dst_blocks": [1, 0, 2, 3]}
-    grids = route(made, made).stream(src_rank=0, dst_rank=0, **blocks, tokens=64).grids()
+    blocks: dict[str, Any] = {"source_blocks": [7, 2, 3, 5], "destination_blocks": [1, 0, 2, 3]}
+    grids = route(made, made).stream(source_rank=0, destination_rank=0, **blocks, tokens=64).grids()
     for room, expected in ((2 * size, [[2, 3], [5, 7]]), (9 * size, [[2, 3, 5, 7]])):
         split = split_blocks(grids, {0: size}, end=0, room=room)
         assert [piece.blocks.tolist() for piece in split.pieces] == expected

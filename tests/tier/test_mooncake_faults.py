@@ -148,13 +148,13 @@ def test_a_process_that_stands_still_is_a_miss_by_the_deadline(whom: str) -> Non
                 assert fetched(world, tier, DST)
                 for _ in range(TIMES):
                     tier.misses.clear()
-                    tier.deadline = SECONDS
+                    tier.timeout = SECONDS
                     with stopped(master.process if whom == "the master" else peer.process):
                         begun = time.monotonic()
                         assert not fetched(world, tier, DST)
                         assert time.monotonic() - begun < 20 * SECONDS
                         assert tier.misses == {"late": 1}
-                    tier.deadline = 30.0
+                    tier.timeout = 30.0
                     wait_until(lambda: tier.idle() and fetched(world, tier, DST))
             peer.end()
         finally:

@@ -95,7 +95,7 @@ def test_a_client_killed_while_it_puts_leaves_whole_rows_or_none() -> None:
 
 def test_a_master_that_is_killed_is_a_miss_and_one_that_is_back_serves_again() -> None:
     world, made = world_of("dense"), small(model_of("dense"))
-    with running() as master, master.tier("dense", deadline=10.0) as tier:
+    with running() as master, master.tier("dense", timeout=10.0) as tier:
         for _ in range(TIMES):
             wait_until(lambda: world.store(tier, made)[-1].whole == 7)
             assert fetched(world, tier, made)

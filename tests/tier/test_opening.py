@@ -71,7 +71,7 @@ def test_addresses_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
     assert refusal(lambda: open_store("host://?capacity=much")) is Code.BAD_QUANTITY
     assert refusal(lambda: open_store(7)) is Code.BAD_CONFIG  # type: ignore[arg-type]
     assert refusal(lambda: open_store("folder:///tmp/\0")) is Code.BAD_CONFIG
-    assert refusal(lambda: opened("host://", deadline=math.nan)) is Code.BAD_QUANTITY
+    assert refusal(lambda: opened("host://", timeout=math.nan)) is Code.BAD_QUANTITY
     assert refusal(lambda: prefix_keys(ROWS, [1], lora=None)) is Code.BAD_CONFIG  # type: ignore[arg-type]
     assert refusal(lambda: prefix_keys(ROWS, [1], salt="a")) is Code.BAD_CONFIG  # type: ignore[arg-type]
     assert refusal(lambda: PrefixChain(ROWS, range(9)).key_at(10)) is Code.BAD_TOKENS
@@ -79,9 +79,9 @@ def test_addresses_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
     assert refusal(lambda: HostStore(capacity=-1)) is Code.NEGATIVE
     assert refusal(lambda: FolderStore(tmp_path, quota=1.5)) is Code.NOT_AN_INTEGER  # type: ignore[arg-type]
     assert refusal(lambda: Tier("Qwen3-8B")) is Code.BAD_PLAN  # type: ignore[arg-type]
-    assert refusal(lambda: TierClient(tmp_path / "no.sock", seconds=math.nan)) is Code.BAD_QUANTITY
+    assert refusal(lambda: TierClient(tmp_path / "no.sock", timeout=math.nan)) is Code.BAD_QUANTITY
     assert refusal(lambda: open_tier("host://", MODEL)) is Code.CONTRADICTORY
-    assert refusal(lambda: opened(tmp_path / "x", deadline=1.0)) is Code.CONTRADICTORY
+    assert refusal(lambda: opened(tmp_path / "x", timeout=1.0)) is Code.CONTRADICTORY
     assert refusal(lambda: opened("host://", shards=0)) is Code.OUT_OF_RANGE
     several = Converting("bf16->fp8, fp32->bf16")
     assert refusal(lambda: opened("host://", convert=several)) is Code.BAD_CONVERSION

@@ -53,12 +53,12 @@ def cut_rows(draw: Any) -> CutRow:
 
 def walked(copy: Copy) -> list[tuple[int, int]]:
     """Every byte of a copy, at either end."""
-    columns = (copy.src, copy.dst, copy.length)
+    columns = (copy.source, copy.destination, copy.length)
     runs = zip(*(np.asarray(column).tolist() for column in columns), strict=True)
     return sorted((src + n, dst + n) for src, dst, length in runs for n in range(length))
 
 
-ENDS = st.sampled_from(["src", "dst"])
+ENDS = st.sampled_from(["source", "destination"])
 
 
 @given(cut_rows(), st.data(), ENDS)
@@ -72,9 +72,9 @@ def test_every_byte_of_a_run_is_moved_to_its_object(
     start = data.draw(st.integers(0, len(row.whose) - 1))
     length = data.draw(st.integers(1, len(row.whose) - start))
     inside, other = np.array([BEGIN + start]), np.array([FAR])
-    ends = (inside, other) if end == "src" else (other, inside)
+    ends = (inside, other) if end == "source" else (other, inside)
     pairs = [(row.there[start + n], FAR + n) for n in range(length)]
-    if end == "dst":
+    if end == "destination":
         pairs = [(there, here) for here, there in pairs]
     moved = row.frame.moved(Copy(0, 0, *ends, np.array([length])), end, BEGIN, TO)
     assert walked(moved) == sorted(pairs)
@@ -89,7 +89,7 @@ def test_starts_are_moved_where_no_run_leaves_its_object(
     firsts = st.sets(st.integers(0, len(row.whose) - length - begin), min_size=1, max_size=4)
     inside = np.array(sorted(data.draw(firsts)))
     other = np.arange(len(inside)) * 100
-    starts = Starts.of(*((inside, other) if end == "src" else (other, inside)))
+    starts = Starts.of(*((inside, other) if end == "source" else (other, inside)))
     framed = row.frame.starts_at(starts, end, begin, length)
     bytes_of = [range(begin + at, begin + at + length) for at in inside.tolist()]
     assert framed.objects == {row.whose[at] for run in bytes_of for at in run}
@@ -98,7 +98,7 @@ def test_starts_are_moved_where_no_run_leaves_its_object(
     assert in_one_piece == (framed.starts is not None)
     if framed.starts is None:
         return
-    found = framed.starts.ends if end == "src" else framed.starts.ends[::-1]
+    found = framed.starts.ends if end == "source" else framed.starts.ends[::-1]
     pairs = zip(*(column.tolist() for column in found), strict=True)
     want = zip(whole, other.tolist(), strict=True)
     assert sorted(pairs) == sorted((run[0], at) for run, at in want)
@@ -109,7 +109,7 @@ def test_starts_in_no_order_are_refused() -> None:
     frame = RowFrame(GroupObjects([(np.array([0]), np.array([8]))]))
     for dst in ([4, 0], [4, 4]):
         starts = Starts.of(np.array([0, 4]), np.array(dst))
-        for end in ("src", "dst"):
+        for end in ("source", "destination"):
             with pytest.raises(AtlasError, match="must be ascending") as refusal:
                 frame.starts_at(starts, end, 0, 4)
             assert refusal.value.code is Code.CONTRADICTORY

@@ -164,7 +164,7 @@ def test_a_tier_that_is_gone_is_a_miss_and_found_again_when_it_is_back(tmp_path:
     path, world = tmp_path / "t", World(MODEL, 100)
     tier = Tier.open(path, tier_plan(MODEL), durable=False)
     server = TierServer(tier)
-    client = TierClient(server.path, seconds=2)
+    client = TierClient(server.path, timeout=2)
     world.store(client, SRC)
     keys = world.keys(client)
     pinned = client.pin(keys, 100)
@@ -208,9 +208,9 @@ def test_a_server_that_stands_still_is_a_miss_within_the_deadline(served: Any) -
 
     server._server.answer = late
     begun = time.monotonic()
-    client.find_server()._seconds = 0.3
+    client.find_server()._timeout = 0.3
     assert client.match(world.keys(client), 100) == 0
-    client.find_server()._seconds = 0.3
+    client.find_server()._timeout = 0.3
     with pytest.raises(AtlasError) as refusal:
         world.store(client, SRC, [1])
     assert refusal.value.code is Code.DEADLINE

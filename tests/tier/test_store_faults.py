@@ -80,10 +80,10 @@ def test_a_store_that_stalls_is_a_miss_by_the_deadline(fault: str) -> None:
     world, made = World(MODEL, 70), small(MODEL)
     for _ in range(TIMES if DEEP else 1):
         store = LyingStore()
-        with tier_in(store, MODEL, deadline=30.0) as tier:
+        with tier_in(store, MODEL, timeout=30.0) as tier:
             if fault != "put stalls":
                 world.store(tier, made)
-            store.fault, tier.deadline = fault, 1.0
+            store.fault, tier.timeout = fault, 1.0
             begun = time.monotonic()
             if fault == "put stalls":
                 assert world.store(tier, made)[0].no_room == 5
@@ -95,7 +95,7 @@ def test_a_store_that_stalls_is_a_miss_by_the_deadline(fault: str) -> None:
             store.fault = ""
             store.stalled.set()
             assert until(tier.idle)
-            tier.deadline = 30.0
+            tier.timeout = 30.0
             world.store(tier, made)
             assert fetched(world, tier, made)
 
@@ -103,12 +103,12 @@ def test_a_store_that_stalls_is_a_miss_by_the_deadline(fault: str) -> None:
 def test_questions_do_not_pile_up_behind_a_store_that_hangs() -> None:
     world, store = World(MODEL, 70), LyingStore()
     with tier_in(store, MODEL) as tier:
-        store.fault, tier.deadline = "exists stalls", 0.01
+        store.fault, tier.timeout = "exists stalls", 0.01
         for _ in range(20):
             assert tier.match(world.keys(tier), 70) == 0
         assert tier.misses == {"late": 20}
         assert not tier._traffic.calls._waiting
-        store.fault, tier.deadline = "", 30.0
+        store.fault, tier.timeout = "", 30.0
         store.stalled.set()
         world.store(tier, small(MODEL))
         assert fetched(world, tier, small(MODEL))
@@ -205,7 +205,7 @@ def test_what_is_stored_later_is_there_after_a_flush() -> None:
 
 def test_who_does_not_wait_is_not_held_up_by_a_store_that_hangs() -> None:
     world, made, store = World(MODEL, 70), small(MODEL), LyingStore()
-    with tier_in(store, MODEL, deadline=20.0) as tier:
+    with tier_in(store, MODEL, timeout=20.0) as tier:
         store.fault = "put stalls"
         begun = time.monotonic()
         assert world.store(tier, made, wait=False)[0].waiting == 5
@@ -258,7 +258,7 @@ def test_a_rank_asks_for_its_own_objects_alone_before_it_stores() -> None:
 def test_little_staging_memory_is_enough_for_any_request_and_many_threads() -> None:
     """Two rows of memory, requests of twelve, four threads that fetch at once."""
     world, made = World(MODEL, 192), small(MODEL)
-    with StoreTier(HostStore(), tier_plan(MODEL), OURS, staging=1, deadline=20.0) as tier:
+    with StoreTier(HostStore(), tier_plan(MODEL), OURS, staging=1, timeout=20.0) as tier:
         assert world.store(tier, made)[0].whole == 12
         outcomes: list[bool] = []
         fetchers = [

@@ -30,8 +30,8 @@ FIVE = ("dense", "sliding", "latent", "delta hybrid", "mamba hybrid")
 
 
 def tier_in(store: ObjectStore, model: Model, **options: Any) -> StoreTier:
-    about: dict[str, Any] = {"staging": 1 << 20, "deadline": 30.0}
-    about |= {key: options.pop(key) for key in ("shards", "stages", "deadline") if key in options}
+    about: dict[str, Any] = {"staging": 1 << 20, "timeout": 30.0}
+    about |= {key: options.pop(key) for key in ("shards", "stages", "timeout") if key in options}
     return StoreTier(store, tier_plan(model, **options), OURS, **about)
 
 

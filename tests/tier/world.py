@@ -79,10 +79,10 @@ class World:
         way = route(self.base, made)
         for copy in (
             way.bind(
-                src_rank=0,
-                dst_rank=rank,
-                src_blocks=self.tables,
-                dst_blocks=tables,
+                source_rank=0,
+                destination_rank=rank,
+                source_blocks=self.tables,
+                destination_blocks=tables,
                 tokens=tokens,
             ).copies
             if way.sources(rank)

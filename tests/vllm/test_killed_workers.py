@@ -40,7 +40,7 @@ class Reader:
         pool = np.random.default_rng(SEED).integers(0, 256, plan.pools[0].nbytes, np.uint8)
         copy_request(
             route(plan, self.ranks.plan), {0: {0: pool}}, {0: {0: self.right}},
-            src_blocks=dict(enumerate(SRC)), dst_blocks=dict(enumerate(DST)), tokens=149,
+            source_blocks=dict(enumerate(SRC)), destination_blocks=dict(enumerate(DST)), tokens=149,
         )  # fmt: skip
 
     def read(self, order: PullOrder, strike: Callable[[], None] = lambda: None) -> bool:

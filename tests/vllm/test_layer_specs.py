@@ -68,7 +68,11 @@ def test_an_engine_without_the_hybrid_manager_is_the_same_model() -> None:
     assert [group.kind for group in other.groups] == ["full_attention"]
     assert fingerprint(one) == fingerprint(other)
     # What one keeps as a window alone moves as a window; between two that keep all, all moves.
-    tables: dict[str, Any] = {"dst_rank": 0, "tokens": 600, "dst_blocks": {0: list(range(10))}}
+    tables: dict[str, Any] = {
+        "destination_rank": 0,
+        "tokens": 600,
+        "destination_blocks": {0: list(range(10))},
+    }
     part = route(one, other).needed_bytes(**tables)
     assert part < route(other, other).needed_bytes(**tables)
 

@@ -133,7 +133,7 @@ def moved(src: EngineWithTier, dst: EngineWithTier, *ends: list[list[int]], toke
     tables = [dict(enumerate(end)) for end in ends]
     copy_request(
         route(src.plan, dst.plan), {0: {0: src.pool}}, {0: {0: expected}},
-        src_blocks=tables[0], dst_blocks=tables[1], tokens=tokens,
+        source_blocks=tables[0], destination_blocks=tables[1], tokens=tokens,
     )  # fmt: skip
     return expected
 

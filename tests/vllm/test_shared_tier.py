@@ -118,7 +118,7 @@ def expected_at(src: Ranks, dst: Ranks, rows: list[int], into: list[int]) -> lis
         route(src.plan, dst.plan),
         {rank: {0: pool} for rank, pool in enumerate(src.pools)},
         {rank: {0: pool} for rank, pool in enumerate(pools)},
-        src_blocks={0: rows}, dst_blocks={0: into}, tokens=256,
+        source_blocks={0: rows}, destination_blocks={0: into}, tokens=256,
     )  # fmt: skip
     return pools
 
@@ -184,7 +184,7 @@ def test_a_store_that_is_slow_holds_a_request_up_for_so_long_and_no_longer(
     kept_by(one, [3, 9, 1, 7, 5])
     assert one.matched(asking(TOKENS, "quick")) == 256
     # The scheduler's own limit, and not the tier's, which begins a little later.
-    monkeypatch.setattr(one.scheduler._tier, "_patience", 0.3)
+    monkeypatch.setattr(one.scheduler._tier, "_timeout", 0.3)
     answering, store = threading.Event(), one.asked._traffic.store
     exists = store.exists
 
@@ -261,7 +261,7 @@ def test_a_store_that_hangs_holds_the_blocks_of_few_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tier_worker, "_SLOW", 0.05)
-    options = {"staging": 1 << 16, "deadline": 0.3}
+    options = {"staging": 1 << 16, "timeout": 0.3}
     one = Ranks(f"folder://{tmp_path}", "one", tp=1, block=64, tier_options=options)
     answering = threading.Event()
     [worker] = one.workers

@@ -112,11 +112,11 @@ def converted(src: ConvertingEngine, dst: ConvertingEngine, *ends: list[int], to
     assert how is not None
     copy_request(
         route(
-            src.plan, dst.plan, convert=how.name, src_scales=how.src_scales,
-            dst_scales=how.dst_scales,
+            src.plan, dst.plan, convert=how.name, source_scales=how.source_scales,
+            destination_scales=how.destination_scales,
         ),
         {0: {0: src.pool}}, {0: {0: expected}},
-        src_blocks={0: ends[0]}, dst_blocks={0: ends[1]}, tokens=tokens,
+        source_blocks={0: ends[0]}, destination_blocks={0: ends[1]}, tokens=tokens,
     )  # fmt: skip
     return expected
 
@@ -181,7 +181,7 @@ def test_unlike_scales_of_layers_that_are_not_converted_are_refused_at_the_start
     first, *rest = quantised.layers[0], *MODELS["dense"].layers[1:]
     own = small(msgspec.structs.replace(quantised, layers=(first, *rest)))
     for scale, code in ((0.5, None), (0.25, Code.BAD_CONVERSION)):
-        how = Converting("fp8->bf16", src_scales=0.5, dst_scales={first.name: scale})
+        how = Converting("fp8->bf16", source_scales=0.5, destination_scales={first.name: scale})
         with pytest.raises(AtlasError) if code else nullcontext() as refusal:
             _check_stored(tier_plan(quantised), own, how)
         assert refusal is None or refusal.value.code is code
@@ -195,7 +195,7 @@ def test_another_models_file_is_not_used_by_an_engine_that_converts(tmp_path: Pa
     for number, layers in enumerate((wider, unlike, dense.layers[:-1])):
         where = tmp_path / str(number)
         Tier.open(where, tier_plan(replace(dense, layers=layers))).close()
-        how = Converting("bf16->fp8", src_scales={"no layer of it": 1.0}, dst_scales=1.0)
+        how = Converting("bf16->fp8", source_scales={"no layer of it": 1.0}, destination_scales=1.0)
         assert open_tier(str(where), MEMORY, quantised, small(quantised), "engine", how) is None
 
 

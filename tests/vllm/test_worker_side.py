@@ -140,7 +140,8 @@ def test_requests_are_read_between_engines_of_unlike_ranks_and_blocks() -> None:
                 route(source.plan, target.plan),
                 {rank: {0: pool} for rank, pool in enumerate(source.pools)},
                 {rank: {0: pool} for rank, pool in enumerate(right)},
-                src_blocks=dict(enumerate(SRC)), dst_blocks=dict(enumerate(DST)), tokens=149,
+                source_blocks=dict(enumerate(SRC)), destination_blocks=dict(enumerate(DST)),
+                tokens=149,
             )  # fmt: skip
             target.order(pulls=[pull(source)])  # before it is offered: it is waited for
             time.sleep(0.05)
@@ -196,8 +197,8 @@ def test_siblings_all_read_one_offer_which_then_ends(transport: str) -> None:
                     route(source.plan, target.plan),
                     {rank: {0: pool} for rank, pool in enumerate(source.pools)},
                     {rank: {0: pool} for rank, pool in enumerate(right)},
-                    src_blocks=dict(enumerate(SRC)),
-                    dst_blocks=dict(enumerate(sibling(source, index).tables)),
+                    source_blocks=dict(enumerate(SRC)),
+                    destination_blocks=dict(enumerate(sibling(source, index).tables)),
                     tokens=149,
                 )
                 target.order(pulls=[sibling(source, index)])
@@ -323,7 +324,7 @@ def test_an_idle_engine_waits_a_moment_for_what_it_reads_and_no_longer() -> None
         assert time.monotonic() < begun + 1.5
         for idle, threads in ((True, 2), (False, 1)):
             side.carry_out(StepOrders(), idle=idle)
-            assert side.node.landing_threads == threads, "an engine that computes needs its cores"
+            assert side.node.scatter_threads == threads, "an engine that computes needs its cores"
 
 
 def test_an_offer_that_nobody_reads_expires() -> None:

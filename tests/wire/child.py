@@ -94,12 +94,12 @@ class Rank:
             found += sum(int((guard != GUARDED).sum()) for guard in (whole[:GUARD], whole[-GUARD:]))
         return found
 
-    def offer(self, request: str, seconds: float = 60.0, **given: Any) -> None:
+    def offer(self, request: str, timeout: float = 60.0, **given: Any) -> None:
         def noted(request: str, why: str) -> None:
             self.released.append((request, why))
 
         about: Json = {"blocks": self.blocks, "tokens": self.tokens} | given
-        self.node.offer(request, seconds=seconds, released=noted, **about)
+        self.node.offer(request, timeout=timeout, released=noted, **about)
 
     def left(self) -> Json:
         """What is still lent, leased or under way: all zero where nothing is."""
@@ -162,11 +162,11 @@ def _with_identity(about: Json) -> Json:
 def _moved(rank: Rank, way: str, endpoints: list[str], **about: Any) -> Json:
     about |= {"tokens": rank.tokens}
     try:
-        with Session(rank.node, endpoints, seconds=5) as session:
+        with Session(rank.node, endpoints, timeout=5) as session:
             if way == "pull":
-                session.pull(dst_blocks=rank.blocks, **about).wait()
+                session.pull(destination_blocks=rank.blocks, **about).wait()
             else:
-                session.push(src_blocks=rank.blocks, **about).wait()
+                session.push(source_blocks=rank.blocks, **about).wait()
     except AtlasError as refused:
         return {"code": str(refused.code)}
     return {"code": "ready"}
@@ -194,7 +194,10 @@ def _fork_on_signal(note: str) -> None:
         if forking or Path(note).exists():  # the signal is sent again while this runs
             return
         forking = True
+        # Linux starts a fork over if a signal arrives: on a busy machine it might never end.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         Path(note).write_text(str(forked_idler()))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
         forking = False
 
     signal.signal(signal.SIGUSR1, fork)
@@ -297,6 +300,7 @@ class Child:
             self.signal(signal.SIGUSR1)
             if waited(lambda: self._note.exists() and self._note.read_text() != "", 0.25):
                 return int(self._note.read_text())
+        self.signal(signal.SIGABRT)  # it prints where each of its threads is
         raise AssertionError("it does not fork")
 
     def kill(self) -> None:

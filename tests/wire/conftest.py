@@ -16,7 +16,7 @@ def attacked() -> Iterator[Attacked]:
     source = End(small("dense", layout="BLHNC"), 50, seed=1)
     target = End(small("dense", tp=2), 50, seed=2)
     with ends(source, target):
-        source.nodes[0].offer("secret", source.blocks, 50, seconds=600)
+        source.nodes[0].offer("secret", source.blocks, 50, timeout=600)
         made = Attacked(source, target)
         yield made
         made.raw.close()

@@ -45,8 +45,8 @@ def pair(**given: Any) -> Any:
 
 
 def pull(session: Session, here: Rank, request: str = "r", **about: Any) -> None:
-    about = {"seconds": 20} | about
-    session.pull(request, dst_blocks=here.blocks, tokens=TOKENS, **about).wait()
+    about = {"timeout": 20} | about
+    session.pull(request, destination_blocks=here.blocks, tokens=TOKENS, **about).wait()
 
 
 def assert_arrived(here: Rank) -> None:

@@ -32,12 +32,12 @@ def failure(transfer: Transfer, seconds: float = 10.0) -> Code:
 
 
 def pull(session: Session, target: End, request: str = "r", **about: Any) -> Transfer:
-    return session.pull(request, dst_blocks=target.blocks, **{"tokens": 50} | about)
+    return session.pull(request, destination_blocks=target.blocks, **{"tokens": 50} | about)
 
 
 def pull_block(session: Session, block: int, request: str = "r", **about: Any) -> Transfer:
     """Pull the first block of a request into a block, so that many pulls may run at once."""
-    return session.pull(request, dst_blocks=[block], tokens=(0, 16), **about)
+    return session.pull(request, destination_blocks=[block], tokens=(0, 16), **about)
 
 
 def works(source: End, target: End, **about: Any) -> None:
@@ -72,9 +72,9 @@ def spoiled(end: End, pool: int, *, once: bool = True) -> Around:
 
     def around(act: Act, copies: Sequence[Copy]) -> Handle:
         handle = act()
-        if copies and copies[0].dst_pool == pool and not (once and done.is_set()):
+        if copies and copies[0].destination_pool == pool and not (once and done.is_set()):
             done.set()
-            at = int(copies[0].dst[0])
+            at = int(copies[0].destination[0])
             end.nodes[0].pools[pool][at] ^= 0x10
         return handle
 

@@ -86,15 +86,17 @@ class LocalLink(Link):
         assert self.open, "a link is used after it was closed"
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
-        ends = (self.mine, self.theirs) if write else (self.theirs, self.mine)
+        ends = (self.own_memory, self.peer_memory) if write else (self.peer_memory, self.own_memory)
         return self.around(lambda: self._move(copies, *ends), copies)
 
     def _move(
         self, copies: Sequence[Copy], src: Mapping[int, Memory], dst: Mapping[int, Memory]
     ) -> Handle:
         for copy in copies:
-            far, near = src[copy.src_pool].address, dst[copy.dst_pool].address
-            rows = zip(copy.src.tolist(), copy.dst.tolist(), copy.length.tolist(), strict=True)
+            far, near = src[copy.source_pool].address, dst[copy.destination_pool].address
+            rows = zip(
+                copy.source.tolist(), copy.destination.tolist(), copy.length.tolist(), strict=True
+            )
             for a, b, n in rows:
                 ctypes.memmove(near + b, far + a, n)
         return Done()
@@ -202,14 +204,15 @@ def expected(
     right = {index: whole.copy() for index, whole in dst.buffers[rank].before.items()}
     for source in way.sources(rank):
         copies = way.bind(
-            src_rank=source, dst_rank=rank, src_blocks=src.blocks, dst_blocks=dst.blocks,
+            source_rank=source, destination_rank=rank,
+            source_blocks=src.blocks, destination_blocks=dst.blocks,
             tokens=dst.tokens if tokens is None else tokens, layers=layers,
         ).copies  # fmt: skip
         for copy in copies:
-            there, first = src.buffers[source].pools[copy.src_pool], dst.buffers[rank].first
-            for a, b, n in zip(copy.src, copy.dst, copy.length, strict=True):
-                into = first[copy.dst_pool] + b
-                right[copy.dst_pool][into : into + n] = there[a : a + n]
+            there, first = src.buffers[source].pools[copy.source_pool], dst.buffers[rank].first
+            for a, b, n in zip(copy.source, copy.destination, copy.length, strict=True):
+                into = first[copy.destination_pool] + b
+                right[copy.destination_pool][into : into + n] = there[a : a + n]
     return right
 
 
@@ -239,7 +242,7 @@ def assert_by_oracle(move: Move, dst: End, rank: int) -> None:
     """Every element is where it belongs, found without any route."""
     buffers = dst.buffers[rank]
     now, before = buffers.pools, buffers.pools_of(buffers.before)
-    poison = oracle.Memory(move.dst, rank, np.random.default_rng(6))
+    poison = oracle.Memory(move.destination, rank, np.random.default_rng(6))
     for index, pool in poison.pools.items():
         pool[:] = before[index]
     right, arrived = oracle.expected(move, rank, poison)
@@ -253,7 +256,7 @@ def pull_all(src: End, dst: End, request: str, **about: Any) -> None:
     about = {"tokens": dst.tokens} | about
     for node in dst.nodes:
         with Session(node, src.endpoints) as session:
-            transfer = session.pull(request, dst_blocks=dst.blocks, **about).wait(20)
+            transfer = session.pull(request, destination_blocks=dst.blocks, **about).wait(20)
             assert transfer.ready
             assert transfer.moved == transfer.total
         given = {key: about[key] for key in ("tokens", "layers") if key in about}

@@ -293,7 +293,7 @@ class Driver:
     def _try_to_announce(self, process: PushProcess) -> None:
         node, rank = process.node, process.node.rank
         offer = f"{self._name('push')} {next(self.offers)}"
-        node.offer(offer, PUSHED_BLOCKS, TOKENS, seconds=_SECONDS)
+        node.offer(offer, PUSHED_BLOCKS, TOKENS, timeout=_SECONDS)
         question = protocol.Announce(
             session=process.session,
             request=self._name("request"),
@@ -369,10 +369,10 @@ class Driver:
         self.landed[who] = 0
         transfer = self.transfers[who] = self.nodes.pulling.pull(
             self._name(who),
-            dst_blocks=real_blocks(who),
+            destination_blocks=real_blocks(who),
             tokens=TOKENS,
             how="direct",
-            seconds=_SECONDS,
+            timeout=_SECONDS,
         )
         self._await_read(who, before)
         if transfer.done:
@@ -431,7 +431,7 @@ class Driver:
             self._offer_all()
             return model.OK
         blocks = real_blocks("own")
-        return outcome_of(lambda: self.node.offer(self._name("own"), blocks, 16, seconds=_SECONDS))
+        return outcome_of(lambda: self.node.offer(self._name("own"), blocks, 16, timeout=_SECONDS))
 
     def _offer_all(self) -> None:
         for who in SOURCE_BLOCKS:
@@ -439,7 +439,7 @@ class Driver:
 
     def _offer_one(self, who: str) -> None:
         offer = self.source.nodes[0].offer
-        offer(self._name(who), SOURCE_BLOCKS[who], TOKENS, seconds=_SECONDS)
+        offer(self._name(who), SOURCE_BLOCKS[who], TOKENS, timeout=_SECONDS)
 
     def _withdraw(self, who: str) -> str:
         if who == "own":
@@ -461,14 +461,18 @@ class Driver:
     ) -> None:
         """Copy a piece of a stream to the bytes that the destination must have."""
         stream = route(src.plan, self.target.plan).stream(
-            src_rank=rank, dst_rank=0, src_blocks=blocks[0], dst_blocks=blocks[1], tokens=TOKENS
+            source_rank=rank,
+            destination_rank=0,
+            source_blocks=blocks[0],
+            destination_blocks=blocks[1],
+            tokens=TOKENS,
         )
         right = self.target.buffers[0].pools_of(self.right)
         size = stream.nbytes // model.PIECES
         for copy in stream.copies(piece * size, (piece + 1) * size):
-            there = src.buffers[rank].pools[copy.src_pool]
-            for a, b, n in zip(copy.src, copy.dst, copy.length, strict=True):
-                right[copy.dst_pool][b : b + n] = there[a : a + n]
+            there = src.buffers[rank].pools[copy.source_pool]
+            for a, b, n in zip(copy.source, copy.destination, copy.length, strict=True):
+                right[copy.destination_pool][b : b + n] = there[a : a + n]
 
     def check(self, state: model.State) -> None:
         """Compare the nodes with a state of the model: claims, outcomes, and every byte."""

@@ -71,8 +71,8 @@ class Here:
         self.registered = self.rank.transport.registered
 
     def pull(self, session: Session, request: str = "r", **about: Any) -> Transfer:
-        about = {"seconds": SECONDS} | about
-        return session.pull(request, dst_blocks=self.blocks, tokens=TOKENS, **about)
+        about = {"timeout": SECONDS} | about
+        return session.pull(request, destination_blocks=self.blocks, tokens=TOKENS, **about)
 
     def wipe(self) -> None:
         for index, pool in self.rank.pools.items():
@@ -97,11 +97,11 @@ def carry(source: Any, target: Any, into: dict[int, Any], seed: int) -> None:
     for rank in way.sources(0):
         there = {p.index: random_bytes(p.nbytes, seed, rank, p.index) for p in source.pools}
         for copy in way.bind(
-            src_rank=rank, dst_rank=0, src_blocks=scattered(source, TOKENS),
-            dst_blocks=scattered(target, TOKENS), tokens=TOKENS,
+            source_rank=rank, destination_rank=0, source_blocks=scattered(source, TOKENS),
+            destination_blocks=scattered(target, TOKENS), tokens=TOKENS,
         ).copies:  # fmt: skip
-            for a, b, n in zip(copy.src, copy.dst, copy.length, strict=True):
-                into[copy.dst_pool][b : b + n] = there[copy.src_pool][a : a + n]
+            for a, b, n in zip(copy.source, copy.destination, copy.length, strict=True):
+                into[copy.destination_pool][b : b + n] = there[copy.source_pool][a : a + n]
 
 
 def outcome(transfer: Transfer, begun: float) -> str:
@@ -120,7 +120,7 @@ def works(here: Here, child: Child, plan: Any = SOURCE, seed: int = 1) -> None:
     here.wipe()
     child.ask("offer", request="next")
     with Session(here.node, [child.endpoint]) as session:
-        here.pull(session, "next", seconds=20, checksums=True).wait(20)
+        here.pull(session, "next", timeout=20, checksums=True).wait(20)
     here.assert_has(plan, seed)
     here.settled()
     state = child.ask("state")

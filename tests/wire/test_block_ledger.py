@@ -30,7 +30,7 @@ def in_use(act: Any, *given: Any, **about: Any) -> str:
 
 
 def one_pull(session: Session, block: int, request: str = "r", **about: Any) -> Any:
-    return session.pull(request, dst_blocks=[block], tokens=(0, 16), **about)
+    return session.pull(request, destination_blocks=[block], tokens=(0, 16), **about)
 
 
 Step = tuple[str, Use, int, list[int]]
@@ -81,7 +81,7 @@ def test_the_error_names_the_blocks_the_use_and_the_request() -> None:
         target.nodes[0].offer("held", [4, 9], 20)
         source.offer("r")
         with Session(target.nodes[0], source.endpoints) as session:
-            got = in_use(session.pull, "r", dst_blocks=[3, 9, 4, 2], tokens=50)
+            got = in_use(session.pull, "r", destination_blocks=[3, 9, 4, 2], tokens=50)
             assert got == "blocks [9, 4] of pool 0, offered as 'held'"
 
 
@@ -97,7 +97,7 @@ def test_two_pulls_into_the_same_blocks_do_not_both_run() -> None:
             in_use(target.nodes[0].offer, "mine", target.blocks, 50)
             about: dict[str, Any] = {"source": source.plan, "pushers": ["end-1"]}
             in_use(target.nodes[0].expect, "pushed", target.blocks, 50, **about)
-            in_use(session.push, "mine", src_blocks=target.blocks, tokens=50)
+            in_use(session.push, "mine", source_blocks=target.blocks, tokens=50)
             gate.opened.set()
             first.wait(10)
         assert_arrived(source, target, 0)
@@ -167,7 +167,7 @@ def test_blocks_of_a_failed_pull_are_quarantined_until_it_is_released() -> None:
         node = target.nodes[0]
         stalled = target.arounds = Stalled()
         with Session(node, source.endpoints) as session:
-            late = pull(session, target, how="direct", seconds=0.3)
+            late = pull(session, target, how="direct", timeout=0.3)
             assert failure(late) is Code.DEADLINE
             assert node.ledger.uses() == {"quarantined": 1}
             assert "quarantined by 'r'" in in_use(pull, session, target)
@@ -187,7 +187,7 @@ def test_expected_blocks_are_free_again_once_they_are_ready_or_forgotten() -> No
         node.expect("r", target.blocks, 50, **about)
         in_use(node.expect, "again", target.blocks, 50, **about)
         with Session(source.nodes[0], target.endpoints) as session:
-            session.push("r", src_blocks=source.blocks, tokens=50).wait(10)
+            session.push("r", source_blocks=source.blocks, tokens=50).wait(10)
         node.offer("r", target.blocks, 50)
         node.withdraw("r")
         node.expect("never", target.blocks, 50, **about)
@@ -201,11 +201,11 @@ def test_refused_pulls_and_pushes_leave_no_claim() -> None:
         with Session(node, source.endpoints) as session:
             for blocks in ([3, 2, 1, 10**6], [3, 2, 1, 1], [3], [3, 2, 1, -1]):
                 with pytest.raises(AtlasError):
-                    session.pull("r", dst_blocks=blocks, tokens=50)
+                    session.pull("r", destination_blocks=blocks, tokens=50)
             with pytest.raises(AtlasError):
-                session.pull("r", dst_blocks=target.blocks, tokens=50, how="by pigeon")  # type: ignore[arg-type]
+                session.pull("r", destination_blocks=target.blocks, tokens=50, how="by pigeon")  # type: ignore[arg-type]
             with pytest.raises(AtlasError):
-                session.push("r", src_blocks=[1], tokens=50)
+                session.push("r", source_blocks=[1], tokens=50)
             assert failure(pull(session, target)) is Code.UNKNOWN_REQUEST
         with pytest.raises(AtlasError):
             pull(session, target)

@@ -282,7 +282,7 @@ def test_a_transfer_ends_when_its_peer_dies() -> None:
         target.arounds = lambda act, copies: Stuck()  # noqa: ARG005
         with Session(target.nodes[0], source.endpoints) as session:
             begun = time.monotonic()
-            transfer = pull(session, target, how="direct", seconds=60)
+            transfer = pull(session, target, how="direct", timeout=60)
             until(lambda: len(source.nodes[0].leases) > 0)
             source.nodes[0].server.close()
             assert failure(transfer, 30) is Code.PEER_LOST
@@ -296,7 +296,7 @@ def test_a_peer_that_dies_with_its_answer_is_noticed(monkeypatch: pytest.MonkeyP
         target.arounds = lambda act, copies: Stuck()  # noqa: ARG005
         with Session(target.nodes[0], source.endpoints) as session:
             monkeypatch.setattr(Connection, "quiet", property(lambda connection: False))  # noqa: ARG005
-            transfer = pull(session, target, how="direct", seconds=60)
+            transfer = pull(session, target, how="direct", timeout=60)
             assert failure(transfer, 30) is Code.PEER_LOST
 
 

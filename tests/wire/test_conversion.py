@@ -57,7 +57,7 @@ def assert_right(move: Move, numbers: dict[str, Any], dst: End) -> None:
     for when in ("before", "whole"):
         memories = {}
         for rank, buffers in enumerate(dst.buffers):
-            memory = memories[rank] = Memory(move.dst, rank, np.random.default_rng(0))
+            memory = memories[rank] = Memory(move.destination, rank, np.random.default_rng(0))
             for index, pool in buffers.pools_of(getattr(buffers, when)).items():
                 memory.pools[index][:] = pool
         both.append(memories)
@@ -83,7 +83,10 @@ def test_unlike_formats_are_converted_on_the_way(way: str) -> None:
                 here.offer("r")
                 for node in there.nodes:
                     with Session(node, here.endpoints) as session:
-                        about: dict[str, Any] = {"dst_blocks": there.blocks, "tokens": TOKENS}
+                        about: dict[str, Any] = {
+                            "destination_blocks": there.blocks,
+                            "tokens": TOKENS,
+                        }
                         done = session.pull("r", **about, checksums=True).wait(20)
                         assert done.ready
                         assert done.moved == done.total
@@ -94,7 +97,7 @@ def test_unlike_formats_are_converted_on_the_way(way: str) -> None:
                 ]
                 for node in here.nodes:
                     with Session(node, there.endpoints) as session:
-                        about = {"src_blocks": here.blocks, "tokens": TOKENS}
+                        about = {"source_blocks": here.blocks, "tokens": TOKENS}
                         session.push("r", **about, checksums=True).wait(20)
                 assert all(one.ready.wait(5) for one in waited)
             assert_right(move, numbers, there)
@@ -121,7 +124,7 @@ def test_shared_memory_converts() -> None:
                 pools[2, rank][index][:] = pool
             node.offer("r", tables[0], TOKENS)
         with Session(nodes[2], [node.endpoint for node in nodes[:2]]) as session:
-            session.pull("r", dst_blocks=tables[1], tokens=TOKENS, streamed=True).wait(20)
+            session.pull("r", destination_blocks=tables[1], tokens=TOKENS, streamed=True).wait(20)
         before, after = (Memory(dst, 0, np.random.default_rng(0)) for _ in range(2))
         for index, pool in pools[1, 0].items():
             before.pools[index][:], after.pools[index][:] = 0, pool
@@ -143,9 +146,9 @@ def _transfer(node: Node, others: End, *, pushing: bool) -> None:
     blocks = scattered(node.plan, TOKENS)
     with Session(node, others.endpoints) as session:
         if pushing:
-            session.push("r", src_blocks=blocks, tokens=TOKENS).wait(5)
+            session.push("r", source_blocks=blocks, tokens=TOKENS).wait(5)
         else:
-            session.pull("r", dst_blocks=blocks, tokens=TOKENS).wait(5)
+            session.pull("r", destination_blocks=blocks, tokens=TOKENS).wait(5)
 
 
 def test_both_ends_have_to_agree() -> None:
@@ -175,7 +178,7 @@ def test_a_conversion_goes_one_way_and_never_direct() -> None:
         there.nodes[0].withdraw("back")
         here.offer("r")
         with Session(there.nodes[0], here.endpoints) as session:
-            about: dict[str, Any] = {"dst_blocks": there.blocks, "tokens": TOKENS}
+            about: dict[str, Any] = {"destination_blocks": there.blocks, "tokens": TOKENS}
             with pytest.raises(AtlasError) as refused:
                 session.pull("r", **about, how="direct").wait(5)
             assert refused.value.code is Code.CONTRADICTORY
@@ -188,7 +191,7 @@ def test_nodes_that_convert_serve_equal_formats_as_they_are() -> None:
     with ends(*two) as (here, there):
         here.offer("r")
         with Session(there.nodes[0], here.endpoints) as session:
-            session.pull("r", dst_blocks=there.blocks, tokens=TOKENS).wait(5)
+            session.pull("r", destination_blocks=there.blocks, tokens=TOKENS).wait(5)
 
 
 def test_a_piece_that_was_changed_on_the_wire_is_noticed() -> None:
@@ -198,13 +201,13 @@ def test_a_piece_that_was_changed_on_the_wire_is_noticed() -> None:
 
         def flip(act: Any, copies: Sequence[Copy]) -> Any:
             handle = act()
-            there.nodes[0].staging.memory[copies[0].dst[0]] ^= 1
+            there.nodes[0].staging.memory[copies[0].destination[0]] ^= 1
             return handle
 
         there.arounds = flip
         here.offer("r")
         with Session(there.nodes[0], here.endpoints) as session:
-            about: dict[str, Any] = {"dst_blocks": there.blocks, "tokens": TOKENS}
+            about: dict[str, Any] = {"destination_blocks": there.blocks, "tokens": TOKENS}
             with pytest.raises(AtlasError) as refused:
                 session.pull("r", **about, checksums=True).wait(5)
         assert refused.value.code is Code.CHECKSUM
@@ -227,7 +230,7 @@ def test_a_gpu_scatters_what_it_has_converted(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(mover, "scatter", noted)
         here.offer("r")
         with Session(there.nodes[0], here.endpoints) as session:
-            session.pull("r", dst_blocks=there.blocks, tokens=TOKENS).wait(5)
+            session.pull("r", destination_blocks=there.blocks, tokens=TOKENS).wait(5)
         assert done == ["wait", "scatter"] * (len(done) // 2)
         assert done
 

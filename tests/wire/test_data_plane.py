@@ -70,7 +70,7 @@ def test_a_push_is_read_with_the_lease_of_its_destination(how: Any) -> None:
     with pair() as (there, here):
         expected = here.node.expect("r", here.blocks, TOKENS, source=there.plan, pushers=["node-1"])
         with Session(there.node, [here.node.endpoint]) as session:
-            session.push("r", src_blocks=there.blocks, tokens=TOKENS, how=how).wait(20)
+            session.push("r", source_blocks=there.blocks, tokens=TOKENS, how=how).wait(20)
         assert expected.ready.is_set()
         assert_arrived(here)
         assert not there.node.offers, "nothing of it can be read afterwards"

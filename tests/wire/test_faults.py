@@ -26,7 +26,7 @@ from tests.wire.helpers import assert_arrived, ends, pull_all, until
 def test_a_read_does_not_count_if_the_lease_ended_during_it(how: str, end: str) -> None:
     with ends(*pair()) as (source, target):
         gate = target.arounds = Gate()
-        source.offer("r", seconds=0.3 if end == "expired" else 60)
+        source.offer("r", timeout=0.3 if end == "expired" else 60)
         with Session(target.nodes[0], source.endpoints) as session:
             transfer = pull(session, target, how=how)
             assert gate.reached.wait(5)
@@ -72,6 +72,33 @@ def test_a_long_transfer_renews_its_lease(monkeypatch: pytest.MonkeyPatch) -> No
         works(source, target)
 
 
+@pytest.mark.parametrize(("seconds", "outcome"), [(1.0, "ready"), (0.2, "lease_expired")])
+def test_a_transfer_in_progress_delays_the_end_of_its_offer(
+    seconds: float, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes 2 s: longer than both offers, and longer than the second can be prolonged."""
+    monkeypatch.setattr("kvatlas.wire.client.pull_pipeline._BATCH", 1000)
+    with ends(*pair()) as (source, target):
+        source.offer("r", timeout=seconds)
+
+        def slowly(act: Act, copies: Sequence[Copy]) -> Handle:
+            del copies
+            time.sleep(0.2)
+            return act()
+
+        target.arounds = slowly
+        with Session(target.nodes[0], source.endpoints) as session:
+            begun = time.monotonic()
+            transfer = pull(session, target, how="direct", timeout=20)
+            while not transfer.done:
+                time.sleep(0.01)
+            assert time.monotonic() - begun > seconds
+        assert (transfer.error.code if transfer.error else "ready") == outcome
+        until(lambda: bool(source.released))
+        assert source.released == [(0, "r", "read" if outcome == "ready" else "expired")]
+        works(source, target)
+
+
 def test_a_request_may_be_expected_and_offered_at_once() -> None:
     """What ends the one does not end the leases of the other."""
     with ends(*pair()) as (source, target):
@@ -94,7 +121,7 @@ def test_what_two_threads_land_fails_as_one() -> None:
         reads = iter(range(100))
 
         def failing(act: Act, copies: Sequence[Copy]) -> Handle:
-            if copies[0].dst_pool == STAGING and next(reads) == 2:
+            if copies[0].destination_pool == STAGING and next(reads) == 2:
                 raise AtlasError(Code.WIRE_FAILED, got="a read", hint="None")
             time.sleep(0.01)
             return act()
@@ -135,7 +162,7 @@ def test_a_byte_that_changes_on_the_way_is_noticed(how: str, way: str) -> None:
             )
             target.arounds = spoiled(target, pool)
             with Session(source.nodes[0], target.endpoints) as session:
-                about: dict[str, Any] = {"src_blocks": source.blocks, "tokens": 50, "how": how}
+                about: dict[str, Any] = {"source_blocks": source.blocks, "tokens": 50, "how": how}
                 assert failure(session.push("r", **about, checksums=True)) is Code.CHECKSUM
                 assert not expected.ready.is_set()
                 session.push("r", **about, checksums=True).wait(10)
@@ -186,7 +213,7 @@ def test_an_operation_that_never_ends_is_given_up(how: str, end: str) -> None:
         target.arounds = around
         session = Session(target.nodes[0], source.endpoints)
         begun = time.monotonic()
-        transfer = pull(session, target, how=how, seconds=0.4 if end == "deadline" else 30)
+        transfer = pull(session, target, how=how, timeout=0.4 if end == "deadline" else 30)
         assert posted.wait(5)
         if end == "cancel":
             transfer.cancel()

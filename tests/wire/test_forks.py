@@ -71,7 +71,7 @@ def test_a_killed_source_is_noticed_while_its_child_lives(
         child.ask("offer", request="r", layered=True)
         with Session(here.node, [child.endpoint]) as session:
             transfer = session.pull(
-                "r", dst_blocks=here.blocks, tokens=TOKENS, streamed=True, seconds=30
+                "r", destination_blocks=here.blocks, tokens=TOKENS, streamed=True, timeout=30
             )
             until(lambda: child.ask("state")["leases"] == 1)
             with forked_and_killed(child):
@@ -107,7 +107,7 @@ def test_a_killed_reader_loses_its_lease_while_its_child_lives(
 ) -> None:
     with pair(SOURCE, transport, secret) as (here, child):
         here.offer("r", layered=True)
-        there = {"endpoints": [here.node.endpoint], "seconds": 60.0}
+        there = {"endpoints": [here.node.endpoint], "timeout": 60.0}
         child.tell("move", way="pull", request="r", streamed=True, **there)
         until(lambda: here.left()["leases"] == 1)
         with forked_and_killed(child):
@@ -126,7 +126,7 @@ def test_a_child_uses_nothing_of_its_parent_and_ends_nothing(
     link = session.link(0)
 
     def in_child() -> None:
-        about: Any = {"dst_blocks": here.blocks, "tokens": TOKENS}
+        about: Any = {"destination_blocks": here.blocks, "tokens": TOKENS}
         for act in (
             lambda: session.pull("r", **about),
             lambda: session.release("r"),
@@ -148,7 +148,7 @@ def test_a_child_uses_nothing_of_its_parent_and_ends_nothing(
             Session(own, [source.node.endpoint]).close()
 
     assert outcome_in_child(in_child) == 0
-    session.pull("r", dst_blocks=here.blocks, tokens=TOKENS, checksums=True).wait(20)
+    session.pull("r", destination_blocks=here.blocks, tokens=TOKENS, checksums=True).wait(20)
     session.close()
     until(source.idle)
     here.close()

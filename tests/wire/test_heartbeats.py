@@ -59,7 +59,7 @@ def test_both_ends_of_every_connection_have_a_heartbeat() -> None:
     ends = [Rank(small("dense"), "tcp", seed, 50, secret=SECRET) for seed in (1, 2)]
     ends[0].offer("r")
     with Session(ends[1].node, [ends[0].node.endpoint]) as session:
-        session.pull("r", dst_blocks=ends[1].blocks, tokens=50, how="direct").wait(20)
+        session.pull("r", destination_blocks=ends[1].blocks, tokens=50, how="direct").wait(20)
         made = connections()
         ours = [one for name, one in made.items() if name not in before]
         ways = [(one.getsockname(), one.getpeername()) for one in ours]

@@ -85,7 +85,7 @@ def fresh(both: tuple[End, End]) -> Iterator[None]:
     target.assert_idle()
     offer_anew(source)
     with Session(target.nodes[0], source.endpoints) as session:
-        session.pull("r", dst_blocks=target.blocks, tokens=50, how="staged").wait(10)
+        session.pull("r", destination_blocks=target.blocks, tokens=50, how="staged").wait(10)
     assert_arrived(source, target, 0)
     for buffers in target.buffers:
         for index, whole in buffers.whole.items():
@@ -94,7 +94,7 @@ def fresh(both: tuple[End, End]) -> Iterator[None]:
 
 def offer_anew(source: End) -> None:
     source.nodes[0].withdraw("r")
-    source.nodes[0].offer("r", source.blocks, 50, seconds=600)
+    source.nodes[0].offer("r", source.blocks, 50, timeout=600)
 
 
 def of(kind: Any, **changed: Any) -> Twist:
@@ -161,7 +161,7 @@ def test_a_bad_welcome_is_refused(both: tuple[End, End], code: Code, twist: Twis
     transport: Any = target.nodes[0].transport
     before = len(transport.links)
     with liar(source, twist) as endpoint, pytest.raises(AtlasError) as refusal:
-        Session(target.nodes[0], [endpoint], seconds=5)
+        Session(target.nodes[0], [endpoint], timeout=5)
     assert refusal.value.code is code
     assert len(transport.links) == before, "nobody connects to memory that was not checked"
     target.buffers[0].assert_untouched()
@@ -199,7 +199,12 @@ def test_a_bad_lease_delivers_nothing(both: tuple[End, End], code: Code, twist: 
     source, target = both
     with liar(source, twist) as endpoint, Session(target.nodes[0], [endpoint]) as session:
         transfer = session.pull(
-            "r", dst_blocks=target.blocks, tokens=50, how="staged", checksums=True, seconds=5
+            "r",
+            destination_blocks=target.blocks,
+            tokens=50,
+            how="staged",
+            checksums=True,
+            timeout=5,
         )
         with pytest.raises(AtlasError) as refusal:
             transfer.wait(10)
@@ -213,7 +218,7 @@ def test_absurd_times_change_nothing(both: tuple[End, End], kind: type, seconds:
     source, target = both
     with liar(source, of(kind, seconds=seconds)) as endpoint:
         with Session(target.nodes[0], [endpoint]) as session:
-            session.pull("r", dst_blocks=target.blocks, tokens=50, streamed=True).wait(10)
+            session.pull("r", destination_blocks=target.blocks, tokens=50, streamed=True).wait(10)
         assert_arrived(source, target, 0)
 
 
@@ -221,7 +226,7 @@ def test_a_renewal_that_is_none_ends_a_stream(both: tuple[End, End]) -> None:
     source, target = both
     twist = instead(protocol.Renew, protocol.Checksums(sums=b""))
     with liar(source, twist) as endpoint, Session(target.nodes[0], [endpoint]) as session:
-        transfer = session.pull("r", dst_blocks=target.blocks, tokens=50, streamed=True)
+        transfer = session.pull("r", destination_blocks=target.blocks, tokens=50, streamed=True)
         with pytest.raises(AtlasError) as refusal:
             transfer.wait(10)
         assert refusal.value.code is Code.BAD_HANDSHAKE

@@ -97,7 +97,7 @@ def test_a_request_with_an_adapter_is_read_by_requests_with_that_adapter() -> No
     with ends(*two({}, {})) as (source, target):
         source.offer("r", identity=ADAPTED)
         with Session(target.nodes[0], source.endpoints) as session:
-            about: dict[str, Any] = {"dst_blocks": target.blocks, "tokens": 50}
+            about: dict[str, Any] = {"destination_blocks": target.blocks, "tokens": 50}
             for wrong in (None, OURS.for_request(adapter="another"), TUNED):
                 transfer = session.pull("r", **about, identity=wrong)
                 assert failure(transfer) is Code.DIFFERENT_IDENTITY
@@ -115,13 +115,13 @@ def test_one_end_that_compares_identities_is_enough(lenient: str) -> None:
     with ends(*two(*about)) as (source, target):
         source.offer("r", identity=ADAPTED)
         with Session(target.nodes[0], source.endpoints) as session:
-            transfer = session.pull("r", dst_blocks=target.blocks, tokens=50)
+            transfer = session.pull("r", destination_blocks=target.blocks, tokens=50)
             assert failure(transfer) is Code.DIFFERENT_IDENTITY
             assert transfer.wait_released(10)
         kinds: dict[str, Any] = {"source": source.plan, "pushers": ["end-1"]}
         target.nodes[0].expect("p", target.blocks, 50, **kinds, identity=ADAPTED)
         with Session(source.nodes[0], target.endpoints) as session:
-            pushed = session.push("p", src_blocks=source.blocks, tokens=50)
+            pushed = session.push("p", source_blocks=source.blocks, tokens=50)
             assert failure(pushed) is Code.DIFFERENT_IDENTITY
         target.buffers[0].assert_untouched()
 
@@ -132,7 +132,7 @@ def test_a_push_with_an_adapter_is_expected_with_that_adapter() -> None:
         expected = target.nodes[0].expect("r", target.blocks, 50, **about, identity=ADAPTED)
         for node in source.nodes:
             with Session(node, target.endpoints) as session:
-                pushed: dict[str, Any] = {"src_blocks": source.blocks, "tokens": 50}
+                pushed: dict[str, Any] = {"source_blocks": source.blocks, "tokens": 50}
                 assert failure(session.push("r", **pushed)) is Code.DIFFERENT_IDENTITY
                 session.push("r", **pushed, identity=ADAPTED).wait(10)
         assert expected.ready.is_set()

@@ -36,8 +36,8 @@ def changed_unseen(end: End) -> Any:
         for copy in copies[:1] if first else ():
             first.clear()
             pools = end.nodes[0].pools
-            at = int(copy.dst[0])
-            run = pools[copy.dst_pool][at : at + int(copy.length[0])]
+            at = int(copy.destination[0])
+            run = pools[copy.destination_pool][at : at + int(copy.length[0])]
             before = zlib.crc32(run.tobytes())
             run[8:13] ^= UNSEEN
             assert zlib.crc32(run.tobytes()) == before
@@ -70,7 +70,7 @@ def test_a_pushed_change_that_keeps_the_crc_is_detected() -> None:
         )
         target.arounds = changed_unseen(target)
         with Session(source.nodes[0], target.endpoints) as session:
-            about: dict[str, Any] = {"src_blocks": source.blocks, "tokens": 50}
+            about: dict[str, Any] = {"source_blocks": source.blocks, "tokens": 50}
             assert failure(session.push("r", **about, checksums=True)) is Code.CHECKSUM
             assert not expected.ready.is_set()
             session.push("r", **about, checksums=True).wait(10)

@@ -39,7 +39,7 @@ def test_killed_at_any_moment(here: Here, children: Children, point: int) -> Non
     child = children.take(SOURCE, here.transport, 1, name="other")
     here.wipe()
     seconds = 1.0 if stop else 20.0  # of a process that was killed, nobody waits for the end
-    about: dict[str, Any] = {"how": how, "seconds": seconds, "checksums": checksums}
+    about: dict[str, Any] = {"how": how, "timeout": seconds, "checksums": checksums}
     there = about | {"endpoints": [here.node.endpoint], "request": "r"}
 
     def strike() -> None:
@@ -59,7 +59,7 @@ def test_killed_at_any_moment(here: Here, children: Children, point: int) -> Non
             if way == "pull":
                 transfer = here.pull(session, **about)
             else:
-                transfer = session.push("r", src_blocks=here.blocks, tokens=TOKENS, **about)
+                transfer = session.push("r", source_blocks=here.blocks, tokens=TOKENS, **about)
             striking.start()
             said = outcome(transfer, begun)
         if way == "pull" and said == "ok":

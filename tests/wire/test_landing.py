@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvatlas.copying.read_coalescing import expected_reads, landing_batches
+from kvatlas.copying.read_coalescing import coalesced_batches, expected_reads
 from kvatlas.routing import Copy
 from kvatlas.routing.binding import Starts
 from kvatlas.wire import Handle
@@ -52,10 +52,10 @@ def grids(draw: st.DrawFn) -> list[Copy]:
 def carried_out(several: list[Copy], room: int) -> tuple[NDArray[np.uint8], int]:
     """What batches bring to the destination, and how many bytes they say that is."""
     target, moved = np.zeros(1 << 16, np.uint8), 0
-    for batch in landing_batches(several, room):
+    for batch in coalesced_batches(several, room):
         read, buffer = batch.read(0), np.zeros(room, np.uint8)
         assert read.nbytes <= room
-        for a, b, n in zip(read.src, read.dst, read.length, strict=True):
+        for a, b, n in zip(read.source, read.destination, read.length, strict=True):
             buffer[b : b + n] = SRC[a : a + n]
         for one in batch.placing:
             one.carry_out(buffer, {0: target})
@@ -66,8 +66,8 @@ def carried_out(several: list[Copy], room: int) -> tuple[NDArray[np.uint8], int]
 def copied(several: list[Copy]) -> NDArray[np.uint8]:
     target = np.zeros(1 << 16, np.uint8)
     for grid in several:
-        for src, dst in zip(grid.starts.src, grid.starts.dst, strict=True):
-            for a, b, n in zip(grid.src, grid.dst, grid.length, strict=True):
+        for src, dst in zip(grid.starts.source, grid.starts.destination, strict=True):
+            for a, b, n in zip(grid.source, grid.destination, grid.length, strict=True):
                 target[dst + b : dst + b + n] = SRC[src + a : src + a + n]
     return target
 
@@ -102,9 +102,9 @@ def test_rows_that_are_short_at_the_destination_alone_are_read_as_whole_pages() 
         Copy(0, 0, at, at, np.array([16]), starts=short),
         Copy(0, 0, at, at, np.array([1024]), starts=long),
     ]
-    (batch,) = landing_batches(several, 1 << 16)
+    (batch,) = coalesced_batches(several, 1 << 16)
     assert batch.length.tolist() == [8 * 2048]
-    assert [len(one.places.src) for one in batch.placing] == [1, 1]
+    assert [len(one.places.source) for one in batch.placing] == [1, 1]
     assert expected_reads(several, 1 << 16) == (1, 8 * 2048)
 
 
@@ -113,7 +113,7 @@ def test_halves_of_rows_are_read_with_the_other_halves() -> None:
     rows = np.arange(64)
     starts, spans = Starts.of(rows * 32, rows * 16), np.array([0, 16])
     grid = Copy(0, 0, spans, np.array([4096, 0]), np.array([16, 16]), starts=starts)
-    (batch,) = landing_batches([grid], 1 << 16)
+    (batch,) = coalesced_batches([grid], 1 << 16)
     assert batch.length.tolist() == [2048]
 
 
@@ -129,14 +129,14 @@ def test_more_blocks_than_their_distances_have_numbers_for() -> None:
     spans = np.arange(count) * (pool // count)
     at = np.zeros(1, np.int64)
     grid = Copy(0, 0, spans, np.arange(count)[::-1], np.ones_like(spans), starts=Starts.of(at, at))
-    reads = [batch.read(0) for batch in landing_batches([grid], 1 << 20)]
-    assert sorted(np.concatenate([one.src for one in reads]).tolist()) == spans.tolist()
+    reads = [batch.read(0) for batch in coalesced_batches([grid], 1 << 20)]
+    assert sorted(np.concatenate([one.source for one in reads]).tolist()) == spans.tolist()
     assert all((one.length == 1).all() for one in reads)
 
 
 def test_work_that_somebody_waits_for_is_done_once_and_by_who_waits() -> None:
     done: list[str] = []
-    transfer = Transfer("r", ranks=(0,), total=None, seconds=30)
+    transfer = Transfer("r", ranks=(0,), total=None, timeout=30)
     part = transfer.add_part(lambda: done.append(threading.current_thread().name), quick=False)
     waiting = threading.Thread(target=transfer.carry_out, name="waits")
     waiting.start()
@@ -157,9 +157,9 @@ def test_as_many_threads_put_a_request_in_place_as_there_are_cores_for_it() -> N
             return act()
 
         dst.arounds = noting
-        src.offer("r", seconds=60)
+        src.offer("r", timeout=60)
         for threads in (2, 1):
             reading.clear()
-            dst.nodes[0].landing_threads = threads
+            dst.nodes[0].scatter_threads = threads
             pull_all(src, dst, "r", tokens=(0, 49), how="coalesced")
             assert len(reading) == threads

@@ -21,7 +21,7 @@ def test_layers_are_read_as_they_are_written() -> None:
         for node in source.nodes:
             node.offer("r", source.blocks, 40, layered=True)
         with Session(target.nodes[0], source.endpoints) as session:
-            transfer = session.pull("r", dst_blocks=target.blocks, tokens=40, streamed=True)
+            transfer = session.pull("r", destination_blocks=target.blocks, tokens=40, streamed=True)
             for number, name in enumerate(names):
                 assert transfer.layers <= set(names[:number])
                 stage = source.plan.region_of(name)[0].stage
@@ -39,7 +39,7 @@ def test_layers_that_were_not_asked_for_are_not_here(streamed: bool) -> None:
         names = list(src.plan.layers)
         src.offer("r")
         with Session(dst.nodes[0], src.endpoints) as session:
-            about: Any = {"dst_blocks": dst.blocks, "tokens": 40, "streamed": streamed}
+            about: Any = {"destination_blocks": dst.blocks, "tokens": 40, "streamed": streamed}
             done = session.pull("r", layers=names[:1], **about)
             assert done.wait_layers(names[:1]).wait(10).ready
             with pytest.raises(AtlasError) as refused:
@@ -50,20 +50,20 @@ def test_layers_that_were_not_asked_for_are_not_here(streamed: bool) -> None:
 
 def test_who_waits_for_layers_hears_of_the_end_and_of_the_time() -> None:
     """A whole transfer has all of them at once; one that fails says why; others are late."""
-    whole = Transfer("r", ranks=(0,), total=None, seconds=30)
+    whole = Transfer("r", ranks=(0,), total=None, timeout=30)
     with pytest.raises(AtlasError) as refused:
         whole.wait_layers(["a", "b"], 0.01)
     assert refused.value.code is Code.DEADLINE
     whole.finished(0)
     assert whole.wait_layers(["a", "b"]).ready
-    some = Transfer("r", ranks=(0,), total=None, seconds=30, layers=("a", "b"))
+    some = Transfer("r", ranks=(0,), total=None, timeout=30, layers=("a", "b"))
     some.finished(0)
     assert some.wait_layers(["a", "b"]).ready
     for others in (["a", "c"], "layers"):
         with pytest.raises(AtlasError) as refused:
             some.wait_layers(others)
         assert refused.value.code is Code.UNKNOWN_LAYER
-    failing = Transfer("r", ranks=(0, 1), total=None, seconds=30)
+    failing = Transfer("r", ranks=(0, 1), total=None, timeout=30)
     failing.add_layer(0, "a")
     threading.Timer(0.05, failing.cancel).start()
     with pytest.raises(AtlasError) as refused:
@@ -78,7 +78,7 @@ def test_a_whole_pull_waits_for_all_layers() -> None:
         for how in ("direct", "staged"):
             source.nodes[0].offer("r", source.blocks, 40, layered=True)
             with Session(target.nodes[0], source.endpoints) as session:
-                about = {"dst_blocks": target.blocks, "tokens": 40}
+                about = {"destination_blocks": target.blocks, "tokens": 40}
                 transfer = session.pull("r", **about, how=how)  # type: ignore[arg-type]
                 for name in names:
                     assert not transfer.moved
@@ -90,9 +90,9 @@ def test_a_whole_pull_waits_for_all_layers() -> None:
 def test_a_layer_that_is_never_written_ends_with_the_offer() -> None:
     source, target = End(small("dense"), 40, seed=1), End(small("dense"), 40, seed=2)
     with ends(source, target):
-        source.nodes[0].offer("r", source.blocks, 40, layered=True, seconds=0.4)
+        source.nodes[0].offer("r", source.blocks, 40, layered=True, timeout=0.4)
         with Session(target.nodes[0], source.endpoints) as session:
-            about = {"dst_blocks": target.blocks, "tokens": 40, "streamed": True}
+            about = {"destination_blocks": target.blocks, "tokens": 40, "streamed": True}
             with pytest.raises(AtlasError) as refused:
                 session.pull("r", **about).wait(10)  # type: ignore[arg-type]
             assert refused.value.code is Code.LEASE_EXPIRED

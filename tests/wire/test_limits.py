@@ -38,7 +38,7 @@ def pulled(transport: str, endpoint: str, secret: bytes | None) -> None:
         session = stack.enter_context(Session(node, [endpoint]))
         blocks = scattered(TARGET, TOKENS)
         # Not all of it, so that the offer goes on.
-        session.pull("r", dst_blocks=blocks, tokens=TOKENS - 50, seconds=10).wait()
+        session.pull("r", destination_blocks=blocks, tokens=TOKENS - 50, timeout=10).wait()
 
 
 def pull_with_few_descriptors(
@@ -74,7 +74,7 @@ def test_too_few_descriptors_are_named_wherever_they_run_out(
 ) -> None:
     given = {} if secret is None else {"secret": secret.hex()}
     child = Child().start(SOURCE, transport, 1, name="source", **given)
-    child.ask("offer", request="r", seconds=600)
+    child.ask("offer", request="r", timeout=600)
     process, pipe = forked(pull_with_few_descriptors, transport, child.endpoint, secret)
     try:
         assert pipe.poll(120)

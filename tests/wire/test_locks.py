@@ -97,7 +97,7 @@ def test_nothing_is_compiled_or_bound_under_a_lock(held: Held) -> None:
             for rank, node in enumerate(target.nodes):
                 with Session(node, source.endpoints) as session:
                     about: Any = {"tokens": 50, "checksums": how != "coalesced", "how": how}
-                    session.pull(how, dst_blocks=target.blocks, **about).wait(20)
+                    session.pull(how, destination_blocks=target.blocks, **about).wait(20)
                 assert_arrived(source, target, rank)
         assert [why for _, _, why in source.released] == ["read"] * 3
         expected = [
@@ -105,7 +105,7 @@ def test_nothing_is_compiled_or_bound_under_a_lock(held: Held) -> None:
             for node in target.nodes
         ]
         with Session(source.nodes[0], target.endpoints) as session:
-            session.push("pushed", src_blocks=source.blocks, tokens=50, checksums=True).wait(20)
+            session.push("pushed", source_blocks=source.blocks, tokens=50, checksums=True).wait(20)
         assert all(one.ready.wait(10) for one in expected)
     assert not held.under
     assert all(held.called[name] for _, name in COMPILES + BINDS), held.called

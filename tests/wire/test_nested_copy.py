@@ -43,9 +43,11 @@ def test_every_run_arrives(length: int, *, regular: bool) -> None:
         src = random.integers(0, 256, 200_000, dtype=np.uint8)
         there, expected = np.zeros(200_000, np.uint8), np.zeros(200_000, np.uint8)
         copy_pools([one], {0: src}, {0: there})
-        spans = zip(one.src.tolist(), one.dst.tolist(), one.length.tolist(), strict=True)
+        spans = zip(one.source.tolist(), one.destination.tolist(), one.length.tolist(), strict=True)
         for a, b, n in spans:
-            for x, y in zip(one.starts.src.tolist(), one.starts.dst.tolist(), strict=True):
+            for x, y in zip(
+                one.starts.source.tolist(), one.starts.destination.tolist(), strict=True
+            ):
                 expected[b + y : b + y + n] = src[a + x : a + x + n]
         assert np.array_equal(there, expected)
 
@@ -138,7 +140,7 @@ def test_copies_between_pools_that_are_not_there_are_refused() -> None:
     made = small("dense")
     pools = {0: {0: np.zeros(made.pools[0].nbytes, np.uint8)}}
     few = {0: {0: np.zeros(8, np.uint8)}}
-    way, about = route(made, made), {"src_blocks": [0], "dst_blocks": [1], "tokens": 16}
+    way, about = route(made, made), {"source_blocks": [0], "destination_blocks": [1], "tokens": 16}
     copy = Copy(0, 7, ONE, ONE, ONE + 1)
     acts: list[tuple[Code, Callable[[], object]]] = [
         (Code.OUT_OF_BOUNDS, lambda: copy_pools([copy], pools[0], pools[0])),

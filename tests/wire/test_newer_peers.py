@@ -52,7 +52,7 @@ def test_a_newer_server_that_says_more_is_understood() -> None:
             session = Session(target.nodes[0], [node.endpoint])
         with session:
             assert [peer.version for peer in session.peers] == [VERSION + 1]
-            session.pull("r", dst_blocks=target.blocks, tokens=50).wait(10)
+            session.pull("r", destination_blocks=target.blocks, tokens=50).wait(10)
         assert_arrived(source, target, 0)
 
 
@@ -82,5 +82,5 @@ def test_a_server_of_newer_versions_alone_is_named_as_such() -> None:
         payload = msgspec.msgpack.encode(welcome(end.nodes[0], **about))
         frame = len(payload).to_bytes(4, "big") + payload
         with told(lambda _: frame) as endpoint, pytest.raises(AtlasError) as refused:
-            Session(end.nodes[0], [endpoint], seconds=5)
+            Session(end.nodes[0], [endpoint], timeout=5)
         assert refused.value.code is Code.UNLIKE_VERSIONS

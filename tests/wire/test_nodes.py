@@ -34,7 +34,9 @@ def test_a_lease_that_is_refused_gives_its_staging_buffers_back(
             with Session(target.nodes[0], source.endpoints) as session:
                 for _ in range(5):  # more often than there are buffers
                     with pytest.raises(AtlasError) as refusal:
-                        session.pull("r", dst_blocks=target.blocks, tokens=32, how="staged").wait(9)
+                        session.pull(
+                            "r", destination_blocks=target.blocks, tokens=32, how="staged"
+                        ).wait(9)
                     assert refusal.value.code is Code.TOO_MANY
         source.assert_idle()
         pull_all(source, target, "r", how="staged")
@@ -81,7 +83,7 @@ def test_one_model_by_path_and_by_name_is_one_model_to_nodes() -> None:
             ]
             for node in target.nodes:
                 with Session(node, source.endpoints) as session:
-                    session.push("pushed", src_blocks=target.blocks, tokens=50).wait(20)
+                    session.push("pushed", source_blocks=target.blocks, tokens=50).wait(20)
             assert all(one.ready.wait(5) for one in expected)
 
 

@@ -83,7 +83,7 @@ def test_a_peer_does_what_its_role_allows(way: str) -> None:
     own = {"source": PeerAccess(KEYS["reader"])}
     role = {"may_read": way != "pull", "may_push": way != "push"}
     with ends(source(**role), end("reader", peers=own)) as (there, reader):
-        about: dict[str, Any] = {"src_blocks": reader.blocks, "tokens": 50}
+        about: dict[str, Any] = {"source_blocks": reader.blocks, "tokens": 50}
         with Session(reader.nodes[0], there.endpoints) as session:
             there.nodes[0].expect("p", there.blocks, 50, source=reader.plan, pushers=["reader"])
             if way == "push":

@@ -44,7 +44,7 @@ def test_the_source_is_killed_before_the_read(here: Here, children: Children, ho
     with Session(here.node, [child.endpoint]) as session:
         child.kill()
         begun = time.monotonic()
-        assert outcome(here.pull(session, how=how, seconds=20), begun) == "peer_lost"
+        assert outcome(here.pull(session, how=how, timeout=20), begun) == "peer_lost"
     here.settled()
     works(here, children.take(SOURCE, here.transport, 1, name="source"))
 
@@ -59,7 +59,7 @@ def test_the_source_is_killed_during_the_read(
     with Session(here.node, [child.endpoint]) as session, monkeypatch.context() as patch:
         slow = Slow(patch, 0.02, number=3)
         begun = time.monotonic()
-        transfer = here.pull(session, how=how, seconds=20)
+        transfer = here.pull(session, how=how, timeout=20)
         assert slow.reached.wait(5)
         child.kill()
         assert outcome(transfer, begun) == "peer_lost"
@@ -84,7 +84,7 @@ def test_the_source_is_killed_before_it_confirms(
         close = RankLease.close
         patch.setattr(RankLease, "close", killing)
         begun = time.monotonic()
-        transfer = here.pull(session, how="direct", seconds=20)
+        transfer = here.pull(session, how="direct", timeout=20)
         assert outcome(transfer, begun) == "peer_lost"
         assert transfer.moved == transfer.total
     here.assert_has(SOURCE, 1)
@@ -117,11 +117,11 @@ def test_a_stalled_source_is_given_up_and_met_again(
     with Session(here.node, [child.endpoint]) as session:
         child.signal(signal.SIGSTOP)
         begun = time.monotonic()
-        first = here.pull(session, how=how, seconds=0.7)
+        first = here.pull(session, how=how, timeout=0.7)
         assert outcome(first, begun) == "deadline"
         child.signal(signal.SIGCONT)
         assert first.wait_released(20)
-        here.pull(session, how=how, seconds=10).wait(15)
+        here.pull(session, how=how, timeout=10).wait(15)
     here.assert_has(SOURCE, 1)
     until(lambda: child.ask("state")["leases"] == 0)
     works(here, child)
@@ -160,7 +160,7 @@ def test_another_replica_takes_over(here: Here, children: Children, fault: str) 
             both[0].kill()
         if fault == "stopped":
             both[0].signal(signal.SIGSTOP)
-        here.pull(session, seconds=SECONDS).wait(SECONDS + SLACK)
+        here.pull(session, timeout=SECONDS).wait(SECONDS + SLACK)
     here.assert_has(SOURCE, 1)
     assert both[1].ask("state")["released"] == [["r", "read"]]
     here.settled()
@@ -182,9 +182,9 @@ def test_a_lease_that_ends_during_the_read(
     with monkeypatch.context() as patch, Session(here.node, [child.endpoint]) as session:
         session.link(0)  # which takes its time on a busy machine, and none of the offer's
         patch.setattr(Handle, "wait", once_expired)
-        child.ask("offer", request="r", seconds=1.0)
+        child.ask("offer", request="r", timeout=1.0)
         begun = time.monotonic()
-        transfer = here.pull(session, how="direct", seconds=6)
+        transfer = here.pull(session, how="direct", timeout=6)
         assert outcome(transfer, begun) == "lease_expired"
     works(here, child)
 
@@ -196,7 +196,9 @@ def test_a_byte_that_changes_on_the_way(
     child = children.take(SOURCE, here.transport, 1, name="source")
     child.ask("offer", request="r")
     with monkeypatch.context() as patch, Session(here.node, [child.endpoint]) as session:
-        needs = route(SOURCE, TARGET).needs(dst_rank=0, dst_blocks=here.blocks, tokens=TOKENS)
+        needs = route(SOURCE, TARGET).needs(
+            destination_rank=0, destination_blocks=here.blocks, tokens=TOKENS
+        )
 
         def spoiling(endpoint: str, message: Any, **given: Any) -> Any:
             if isinstance(message, protocol.GetChecksums):
@@ -240,7 +242,7 @@ def test_the_destination_is_lost_during_the_read(
     here.rank.offer("kept")
     about: dict[str, Any] = {
         "way": "pull", "endpoints": [here.node.endpoint], "request": "kept", "how": "staged",
-        "seconds": 1.0,
+        "timeout": 1.0,
     }  # fmt: skip
     child = children.take(SOURCE, here.transport, 3, name="reader", slow=0.05)
     child.tell("move", **about)
@@ -249,7 +251,7 @@ def test_the_destination_is_lost_during_the_read(
     here.settled()
     assert here.rank.released == []
     again = children.take(SOURCE, here.transport, 3, name="reader")
-    assert again.ask("move", **about | {"seconds": 10.0}) == {"code": "ready"}
+    assert again.ask("move", **about | {"timeout": 10.0}) == {"code": "ready"}
     assert here.rank.released == [("kept", "read")]
     here.rank.released.clear()
     here.settled()
@@ -261,7 +263,7 @@ def test_a_reader_that_starts_again_frees_what_it_had(here: Here, children: Chil
     here.rank.offer("kept")
     child = children.take(SOURCE, here.transport, 3, name="reader", slow=0.05)
     about: dict[str, Any] = {
-        "way": "pull", "endpoints": [here.node.endpoint], "how": "staged", "seconds": 50.0,
+        "way": "pull", "endpoints": [here.node.endpoint], "how": "staged", "timeout": 50.0,
     }  # fmt: skip
     child.tell("move", **about | {"request": "kept"})
     until(lambda: len(here.node.leases) > 0)
@@ -291,7 +293,7 @@ def test_the_source_of_a_push_is_killed(
     expected = here.node.expect("pushed", here.blocks, TOKENS, source=SOURCE, pushers=["pusher"])
     about: dict[str, Any] = {
         "way": "push", "endpoints": [here.node.endpoint], "request": "pushed", "how": how,
-        "seconds": 1.0,
+        "timeout": 1.0,
     }  # fmt: skip
     child = children.take(SOURCE, here.transport, 1, name="pusher")
     child.tell("move", **about)
@@ -303,7 +305,7 @@ def test_the_source_of_a_push_is_killed(
     assert announced.transfer.wait_released(20)
     assert not expected.ready.is_set()
     again = children.take(SOURCE, here.transport, 1, name="pusher")
-    assert again.ask("move", **about | {"seconds": 10.0}) == {"code": "ready"}
+    assert again.ask("move", **about | {"timeout": 10.0}) == {"code": "ready"}
     assert expected.ready.is_set()
     here.assert_has(SOURCE, 1)
     here.node.forget("pushed")

@@ -68,14 +68,14 @@ def test_only_the_plan_that_is_expected_may_push() -> None:
         expected = expect(two, target, pushers=["end-1", "end-3"])
         for node in four.nodes[:2]:
             with Session(node, target.endpoints) as session:
-                transfer = session.push("r", src_blocks=four.blocks, tokens=50)
+                transfer = session.push("r", source_blocks=four.blocks, tokens=50)
                 assert failure(transfer) is Code.UNKNOWN_REQUEST
                 assert not node.offers, "a push that was refused is no longer offered"
         assert not expected.ready.is_set()
         target.buffers[0].assert_untouched()
         for node in two.nodes:
             with Session(node, target.endpoints) as session:
-                session.push("r", src_blocks=two.blocks, tokens=50).wait(10)
+                session.push("r", source_blocks=two.blocks, tokens=50).wait(10)
         assert expected.ready.is_set()
         assert_arrived(two, target, 0)
 
@@ -86,15 +86,15 @@ def test_a_newer_push_replaces_a_stalled_one_and_what_has_arrived_stays() -> Non
         expected = expect(source, target)
         stalled = target.arounds = Stalled()
         with Session(source.nodes[0], target.endpoints) as session:
-            slow = session.push("r", src_blocks=source.blocks, **ABOUT)
+            slow = session.push("r", source_blocks=source.blocks, **ABOUT)
             assert stalled.posted.wait(5)
             target.arounds = as_it_is
-            session.push("r", src_blocks=source.blocks, tokens=50, how="direct").wait(10)
+            session.push("r", source_blocks=source.blocks, tokens=50, how="direct").wait(10)
             assert expected.ready.is_set()
             assert failure(slow) is Code.LEASE_EXPIRED
             stalled.reads[0].arrive()
             assert_arrived(source, target, 0)
-            again = session.push("r", src_blocks=source.blocks, tokens=50)
+            again = session.push("r", source_blocks=source.blocks, tokens=50)
             assert failure(again) is Code.UNKNOWN_REQUEST
         target.nodes[0].forget("r")
         until(lambda: target.nodes[0].staging.free == 8)
@@ -112,10 +112,10 @@ def test_a_replacement_waits_until_an_older_read_cannot_reach_the_blocks() -> No
                 stack.enter_context(Session(end.nodes[0], target.endpoints))
                 for end in (source, second)
             ]
-            old = sessions[0].push("r", src_blocks=source.blocks, tokens=50)
+            old = sessions[0].push("r", source_blocks=source.blocks, tokens=50)
             assert stalled.posted.wait(5)
             target.arounds = as_it_is
-            new = sessions[1].push("r", src_blocks=second.blocks, tokens=50)
+            new = sessions[1].push("r", source_blocks=second.blocks, tokens=50)
             assert failure(old) is Code.LEASE_EXPIRED
             assert not new.wait_released(0.5)
             assert not expected.ready.is_set()
@@ -128,7 +128,7 @@ def test_a_replacement_waits_until_an_older_read_cannot_reach_the_blocks() -> No
 def test_a_rank_that_has_arrived_is_not_pushed_again() -> None:
     with ends(*pair({"tp": 2}, {"tp": 1})) as (source, target):
         expected = expect(source, target)
-        about: dict[str, Any] = {"src_blocks": source.blocks, "tokens": 50, "how": "direct"}
+        about: dict[str, Any] = {"source_blocks": source.blocks, "tokens": 50, "how": "direct"}
         with (
             Session(source.nodes[0], target.endpoints) as zero,
             Session(source.nodes[1], target.endpoints) as one,
@@ -146,7 +146,7 @@ def test_a_push_has_the_tokens_that_are_expected() -> None:
         expected = expect(source, target)
         with Session(source.nodes[0], target.endpoints) as session:
             for tokens in (49, (1, 50), 51):
-                pushed = session.push("r", src_blocks=source.blocks, tokens=tokens)
+                pushed = session.push("r", source_blocks=source.blocks, tokens=tokens)
                 assert failure(pushed) is Code.BAD_TOKENS
         assert not expected.ready.is_set()
         target.buffers[0].assert_untouched()
@@ -157,7 +157,7 @@ def test_a_push_fails_as_a_whole_and_frees_its_blocks() -> None:
     with ends(*pair({}, {"tp": 2})) as (source, target):
         expected = expect(source, target)
         with Session(source.nodes[0], target.endpoints) as session:
-            pushed = session.push("r", src_blocks=source.blocks, tokens=50)
+            pushed = session.push("r", source_blocks=source.blocks, tokens=50)
             assert failure(pushed) is Code.UNKNOWN_REQUEST
             assert pushed.wait_released(10)
         node = source.nodes[0]
@@ -174,7 +174,7 @@ def test_blocks_that_are_no_longer_expected_are_not_touched() -> None:
         expect(source, target)
         stalled = target.arounds = Stalled()
         with Session(source.nodes[0], target.endpoints) as session:
-            transfer = session.push("r", src_blocks=source.blocks, **ABOUT)
+            transfer = session.push("r", source_blocks=source.blocks, **ABOUT)
             assert stalled.posted.wait(5)
             target.nodes[0].forget("r")
             assert len(target.nodes[0].ledger) == 0
@@ -200,7 +200,7 @@ def test_forget_waits_for_a_copy_in_progress(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(node, "deliver", slow)
         expect(source, target)
         with Session(source.nodes[0], target.endpoints) as session:
-            transfer = session.push("r", src_blocks=source.blocks, **ABOUT)
+            transfer = session.push("r", source_blocks=source.blocks, **ABOUT)
             assert copying.wait(5)
             forgetting = threading.Thread(target=node.forget, args=("r",))
             forgetting.start()
@@ -224,7 +224,7 @@ def test_forget_reports_blocks_that_a_read_may_still_reach(
         expect(source, target)
         stalled = target.arounds = Stalled()
         with Session(source.nodes[0], target.endpoints) as session:
-            session.push("r", src_blocks=source.blocks, tokens=50)
+            session.push("r", source_blocks=source.blocks, tokens=50)
             assert stalled.posted.wait(5)
             with pytest.raises(AtlasError) as refusal:
                 node.forget("r")
@@ -278,7 +278,7 @@ def test_whoever_announces_the_endpoint_of_another_does_not_end_its_push() -> No
             Session(source.nodes[0], target.endpoints) as session,
             announcing(source.nodes[0], target, incarnation=protocol.new_key()) as liar,
         ):
-            honest = session.push("r", src_blocks=source.blocks, **ABOUT)
+            honest = session.push("r", source_blocks=source.blocks, **ABOUT)
             assert stalled.posted.wait(5)
             assert liar.outcome() == "bad_handshake"
             assert liar.outcome(offer="other", endpoint="tcp://127.0.0.1:1") == "peer_lost"
@@ -311,7 +311,7 @@ def test_pushes_of_one_source_share_a_session() -> None:
         with Session(source.nodes[0], target.endpoints) as session:
             for _ in range(3):
                 expect(source, target)
-                session.push("r", src_blocks=source.blocks, tokens=50).wait(10)
+                session.push("r", source_blocks=source.blocks, tokens=50).wait(10)
                 target.nodes[0].forget("r")
         assert len(source.nodes[0].answers.sessions) == 1
 
@@ -354,7 +354,7 @@ def test_a_push_to_an_older_version_is_refused_here() -> None:
             known = session._connections.known
             known.update({at: replace(peer, version=3) for at, peer in known.items()})
             with pytest.raises(AtlasError) as refusal:
-                session.push("r", src_blocks=source.blocks, tokens=50)
+                session.push("r", source_blocks=source.blocks, tokens=50)
         assert refusal.value.code is Code.UNLIKE_VERSIONS
         assert not source.nodes[0].offers
 
@@ -389,7 +389,7 @@ def test_connections_to_sources_that_have_exited_are_closed() -> None:
         with ends(source):
             expect(source, target)
             with Session(source.nodes[0], target.endpoints) as session:
-                session.push("r", src_blocks=source.blocks, tokens=50).wait()
+                session.push("r", source_blocks=source.blocks, tokens=50).wait()
             connections = target.nodes[0]._expected._connections
             assert connections.find(source.endpoints[0]) is not None
         until(lambda: connections.find(source.endpoints[0]) is None)

@@ -37,7 +37,7 @@ def test_blocks_of_a_direct_read_are_not_released_before_it_is_over(end: str) ->
         stalled = target.arounds = Stalled()
         with Session(target.nodes[0], source.endpoints) as session:
             seconds = 0.3 if end == "deadline" else 30.0
-            transfer = pull(session, target, how="direct", seconds=seconds)
+            transfer = pull(session, target, how="direct", timeout=seconds)
             assert stalled.posted.wait(5)
             if end == "cancel":
                 transfer.cancel()
@@ -66,7 +66,7 @@ def test_a_transfer_that_has_ended_posts_no_further_read(monkeypatch: pytest.Mon
         source.offer("r")
         target.arounds = around
         with Session(target.nodes[0], source.endpoints) as session:
-            transfer = pull(session, target, how="direct", seconds=30.0)
+            transfer = pull(session, target, how="direct", timeout=30.0)
             assert gate.reached.wait(5)
             transfer.cancel()
             gate.opened.set()
@@ -84,7 +84,7 @@ def test_buffers_of_a_staged_read_are_not_lent_before_it_is_over() -> None:
         node = target.nodes[0]
         stalled = target.arounds = Stalled()
         with Session(node, source.endpoints) as session:
-            transfer = pull(session, target, how="staged", seconds=0.3)
+            transfer = pull(session, target, how="staged", timeout=0.3)
             assert stalled.posted.wait(5)
             assert failure(transfer) is Code.DEADLINE
             until(lambda: len(node.quarantine) == 1)
@@ -104,7 +104,7 @@ def test_nothing_that_is_pushed_arrives_after_forget() -> None:
         node.expect("r", target.blocks, 50, source=source.plan, pushers=["end-1"])
         stalled = target.arounds = Stalled()
         with Session(source.nodes[0], target.endpoints) as session:
-            transfer = session.push("r", src_blocks=source.blocks, tokens=50, seconds=0.5)
+            transfer = session.push("r", source_blocks=source.blocks, tokens=50, timeout=0.5)
             assert stalled.posted.wait(5)
             node.forget("r")
             assert failure(transfer) in (Code.LEASE_EXPIRED, Code.DEADLINE)
@@ -153,7 +153,7 @@ def test_a_replica_that_stalls_leaves_time_for_another() -> None:
         target.arounds = around
         endpoints = source.endpoints + other.endpoints
         with Session(target.nodes[0], endpoints) as session:
-            transfer = pull(session, target, how="direct", seconds=4.0).wait(6)
+            transfer = pull(session, target, how="direct", timeout=4.0).wait(6)
             assert transfer.ready
             assert transfer.seconds < 3.5
         assert len(severed) == 1
@@ -176,7 +176,7 @@ def test_a_read_that_outlives_its_session_does_not_reach_a_later_read(
         stalled = Stalled()
         target.arounds = lambda act, copies: act() if stalled.reads else stalled(act, copies)
         with Session(target.nodes[0], source.endpoints) as session:
-            transfer = pull(session, target, how="direct", seconds=2.0)
+            transfer = pull(session, target, how="direct", timeout=2.0)
             assert stalled.posted.wait(5)
             source.nodes[0].answers.sessions._open.clear()  # as after seconds without connections
             failure(transfer)
@@ -202,7 +202,7 @@ def test_a_replica_that_stalls_never_had_the_blocks() -> None:
 
         target.arounds = around
         with Session(target.nodes[0], source.endpoints + other.endpoints) as session:
-            transfer = pull(session, target, seconds=4.0, checksums=True).wait(6)
+            transfer = pull(session, target, timeout=4.0, checksums=True).wait(6)
             assert transfer.ready
             assert transfer.released
         assert target.nodes[0].staging.free == 6
@@ -216,12 +216,12 @@ def test_a_deadline_is_kept_behind_transfers_that_are_stuck() -> None:
         source.offer("r")
         stalled = target.arounds = Stalled()
         with Session(target.nodes[0], source.endpoints) as session:
-            about: dict[str, Any] = {"how": "direct", "seconds": 20}
+            about: dict[str, Any] = {"how": "direct", "timeout": 20}
             many = [pull_block(session, block, **about) for block in range(70)]
             assert stalled.posted.wait(5)
             begun = time.monotonic()
             with pytest.raises(AtlasError) as refusal:
-                pull_block(session, 70, how="direct", seconds=0.3).wait()
+                pull_block(session, 70, how="direct", timeout=0.3).wait()
             assert refusal.value.code is Code.DEADLINE
             assert time.monotonic() - begun < 3
             for one in many:
@@ -278,8 +278,8 @@ def test_locks_are_taken_in_one_order() -> None:
             while time.monotonic() < over:
                 turn += 1
                 name = f"{number} {turn}"
-                node.offer(name, blocks, 32, seconds=0.05 if turn % 3 else 30)
-                about: dict[str, Any] = {"dst_blocks": blocks, "tokens": 32, "seconds": 10}
+                node.offer(name, blocks, 32, timeout=0.05 if turn % 3 else 30)
+                about: dict[str, Any] = {"destination_blocks": blocks, "tokens": 32, "timeout": 10}
                 moving = session.pull(name, how=get_args(How)[turn // 4 % 4], **about)
                 if turn % 4 == 0:
                     node.withdraw(name)
@@ -297,7 +297,7 @@ def test_locks_are_taken_in_one_order() -> None:
                 turn += 1
                 name = f"{number} {turn}"
                 target.nodes[0].expect(name, blocks, 32, source=source.plan, pushers=["end-1"])
-                about: dict[str, Any] = {"src_blocks": blocks, "tokens": 32, "seconds": 10}
+                about: dict[str, Any] = {"source_blocks": blocks, "tokens": 32, "timeout": 10}
                 moving = session.push(name, how=("direct", "staged")[turn % 2], **about)
                 if turn % 3 == 0:
                     target.nodes[0].forget(name)
@@ -333,7 +333,7 @@ def test_many_pulls_wait_for_buffers_rather_than_go_the_slow_way() -> None:
             source.nodes[0].offer(f"r{n}", [2 * n, 2 * n + 1], each)
         costs = Costs(descriptor=1.0)
         moving = [
-            session.pull(f"r{n}", dst_blocks=[2 * n, 2 * n + 1], tokens=each, costs=costs)
+            session.pull(f"r{n}", destination_blocks=[2 * n, 2 * n + 1], tokens=each, costs=costs)
             for n in range(many)
         ]
         assert all(one.wait(30).ready for one in moving)
@@ -355,7 +355,7 @@ def test_a_short_pull_does_not_wait_for_buffers_that_long_ones_keep(end: str) ->
         kept = lends.acquire(2, for_peer=end == "there")
         costs = Costs(descriptor=1e-5, wire=1e12, copy=1e12 if end == "here" else 1e9)
         with Session(target.nodes[0], source.endpoints) as session:
-            done = pull(session, target, costs=costs, seconds=30).wait(40)
+            done = pull(session, target, costs=costs, timeout=30).wait(40)
             assert done.seconds < 10
         assert "direct" in target.nodes[0].metrics.seconds
         assert_arrived(source, target, 0)
@@ -374,7 +374,7 @@ def test_who_waits_for_buffers_leaves_time_to_go_without(*, measured: bool) -> N
         kept = lends.acquire(2, for_peer=True)
         costs = None if measured else Costs(descriptor=2e-3, wire=1e12, copy=1e12)  # 1.6 s
         with Session(target.nodes[0], source.endpoints) as session:
-            pull(session, target, costs=costs, seconds=4).wait(8)
+            pull(session, target, costs=costs, timeout=4).wait(8)
         assert "direct" in target.nodes[0].metrics.seconds
         assert_arrived(source, target, 0)
         lends.give_back(kept)

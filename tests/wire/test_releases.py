@@ -36,7 +36,7 @@ def test_a_request_is_let_go_without_being_read() -> None:
         with Session(dst.nodes[0], src.endpoints) as session:
             assert session.release("r").wait(5).ready
             with pytest.raises(AtlasError) as refusal:
-                session.pull("r", dst_blocks=dst.blocks, tokens=50).wait(5)
+                session.pull("r", destination_blocks=dst.blocks, tokens=50).wait(5)
         assert refusal.value.code is Code.UNKNOWN_REQUEST
 
 
@@ -49,7 +49,7 @@ def test_what_one_rank_has_read_and_another_let_go_was_let_go(reads_first: bool)
             for rank in (0, 1) if reads_first else (1, 0):
                 with Session(dst.nodes[rank], src.endpoints) as session:
                     if also or rank == 0:
-                        session.pull(request, dst_blocks=dst.blocks, tokens=50).wait(5)
+                        session.pull(request, destination_blocks=dst.blocks, tokens=50).wait(5)
                     if also or rank == 1:
                         assert session.release(request).wait(5).ready
         assert src.released == [(0, "r", "let_go"), (0, "s", "read")]
@@ -71,7 +71,7 @@ def test_ranks_that_nobody_reads_learn_that_a_request_was_read() -> None:
         with Session(dst.nodes[0], src.endpoints) as session:
             read = session.node.route_from(session.peers[0]).sources(0)
             assert 0 < len(read) < 8
-            session.pull("r", dst_blocks=dst.blocks, tokens=50, final=True).wait(20)
+            session.pull("r", destination_blocks=dst.blocks, tokens=50, final=True).wait(20)
             until(lambda: len(src.released) == 8)
         assert {rank for rank, _, why in src.released if why == "read"} == set(read)
         assert {why for rank, _, why in src.released if rank not in read} == {"let_go"}
@@ -82,7 +82,7 @@ def test_a_pull_waits_for_its_offer() -> None:
         later = threading.Timer(0.3, src.offer, ["r"])
         later.start()
         with Session(dst.nodes[0], src.endpoints) as session:
-            about: dict[str, Any] = {"dst_blocks": dst.blocks, "tokens": 50}
+            about: dict[str, Any] = {"destination_blocks": dst.blocks, "tokens": 50}
             session.pull("r", **about, wait_for_offer=20).wait(20)
             assert_arrived(src, dst, 0)
             begun = time.monotonic()
@@ -112,7 +112,11 @@ def test_windows_reach_one_token_further_where_the_last_is_computed_again() -> N
             node.offer("short", whole, tokens)
             node.offer("long", whole, tokens, recompute=1)
         with Session(dst.nodes[0], src.endpoints) as session:
-            about: dict[str, Any] = {"dst_blocks": dst.blocks, "tokens": tokens, "final": True}
+            about: dict[str, Any] = {
+                "destination_blocks": dst.blocks,
+                "tokens": tokens,
+                "final": True,
+            }
             with pytest.raises(AtlasError) as refusal:
                 session.pull("short", **about, recompute=1).wait(10)
             assert refusal.value.code is Code.OUT_OF_RANGE

@@ -65,9 +65,9 @@ def test_a_replica_that_is_silent_leaves_time_for_the_others() -> None:
         second.offer("again")
         with Session(target.nodes[0], source.endpoints + second.endpoints) as session:
             source.nodes[0].server.close()
-            pull(session, target, seconds=1.5).wait(10)
+            pull(session, target, timeout=1.5).wait(10)
             begun = time.monotonic()
-            pull(session, target, "again", seconds=1.5).wait(10)
+            pull(session, target, "again", timeout=1.5).wait(10)
             assert time.monotonic() - begun < 0.7, "who answered comes first the next time"
         assert_arrived(source, target, 0)
 
@@ -114,7 +114,7 @@ def test_parts_of_two_plans_never_make_up_a_request() -> None:
             changed = End(other, 50, seed=3, listen=[endpoint, "tcp://127.0.0.1:0"])
             with ends(changed):
                 changed.offer("r")
-                assert failure(pull(session, target, seconds=3)) is Code.PEER_LOST
+                assert failure(pull(session, target, timeout=3)) is Code.PEER_LOST
                 source.nodes[1].withdraw("r")
                 with pytest.raises(AtlasError) as refusal:
                     Session(target.nodes[0], [endpoint, source.nodes[1].endpoint])
@@ -144,7 +144,7 @@ def test_a_failure_does_not_close_the_link_of_others() -> None:
         with Session(target.nodes[0], source.endpoints) as session:
             slow = pull(session, target, "slow", how="direct")
             assert gate.reached.wait(5)
-            short = pull_block(session, 40, "short", how="direct", seconds=0.2)
+            short = pull_block(session, 40, "short", how="direct", timeout=0.2)
             assert failure(short) is Code.DEADLINE
             gate.opened.set()
             slow.wait(10)
@@ -186,7 +186,7 @@ def test_a_session_that_cannot_be_opened_leaves_no_link() -> None:
     with ends(*pair({"tp": 2}, {"tp": 1})) as (source, target):
         begun = time.monotonic()
         with pytest.raises(AtlasError) as refusal:
-            Session(target.nodes[0], [*source.endpoints, "tcp://127.0.0.1:1"], seconds=30)
+            Session(target.nodes[0], [*source.endpoints, "tcp://127.0.0.1:1"], timeout=30)
         assert refusal.value.code is Code.PEER_LOST
         assert time.monotonic() - begun < 5
         assert not any(link.open for link in target.nodes[0].transport.links)  # type: ignore[attr-defined]

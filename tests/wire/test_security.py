@@ -59,7 +59,7 @@ def test_ends_that_share_no_secret_refuse_each_other() -> None:
         with ends(source, target):
             for asks, answers in ((source, target), (target, source)):
                 with pytest.raises(AtlasError) as refusal:
-                    Session(asks.nodes[0], answers.endpoints, seconds=5)
+                    Session(asks.nodes[0], answers.endpoints, timeout=5)
                 assert refusal.value.code is Code.BAD_SIGNATURE
             assert not any(node.metrics.values["messages"] for node in source.nodes + target.nodes)
 

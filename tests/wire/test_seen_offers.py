@@ -60,16 +60,16 @@ def once_seen(session: Session, src: End, offer_anew: Callable[[], object]) -> N
 def test_a_request_that_is_seen_is_read_without_a_word_before_it() -> None:
     with seeing(small("dense"), small("dense")) as (src, dst, session, asked):
         src.offer("one by one")
-        session.pull("one by one", dst_blocks=dst.blocks, tokens=50, how="direct").wait(20)
+        session.pull("one by one", destination_blocks=dst.blocks, tokens=50, how="direct").wait(20)
         assert_arrived(src, dst, 0)
         until(lambda: (0, "one by one", "read") in src.released)
         assert asked == ["Release"]
         src.offer("first")  # it measures the link, for which the peer lends buffers
-        session.pull("first", dst_blocks=dst.blocks, tokens=50).wait(20)
+        session.pull("first", destination_blocks=dst.blocks, tokens=50).wait(20)
         assert "Open" in asked
         asked.clear()
         src.offer("second")
-        session.pull("second", dst_blocks=dst.blocks, tokens=50).wait(20)
+        session.pull("second", destination_blocks=dst.blocks, tokens=50).wait(20)
         until(lambda: (0, "second", "read") in src.released)
         assert asked == ["Release"]
 
@@ -78,7 +78,7 @@ def test_what_is_seen_and_has_to_be_gathered_is_leased_after_all() -> None:
     source, target = small("dense", layout="LBNHC"), small("dense", layout="LBHNC")
     with seeing(source, target) as (src, dst, session, asked):
         src.offer("r")
-        session.pull("r", dst_blocks=dst.blocks, tokens=50, costs=STAGED).wait(20)
+        session.pull("r", destination_blocks=dst.blocks, tokens=50, costs=STAGED).wait(20)
         assert_arrived(src, dst, 0)
         assert asked[0] == "Open"
         assert {"Borrow", "Gather", "Close"} <= set(asked)
@@ -96,7 +96,7 @@ def test_what_is_let_go_while_it_is_read_counts_for_nothing() -> None:
 
         dst.arounds = letting_go
         with pytest.raises(AtlasError) as refusal:
-            session.pull("r", dst_blocks=dst.blocks, tokens=50, how="direct").wait(20)
+            session.pull("r", destination_blocks=dst.blocks, tokens=50, how="direct").wait(20)
         assert refusal.value.code is Code.LEASE_EXPIRED
 
 
@@ -108,7 +108,7 @@ def test_an_offer_that_is_another_by_the_time_it_is_leased_is_not_read() -> None
         turned = {group: ids[::-1] for group, ids in src.blocks.items()}
         once_seen(session, src, lambda: src.nodes[0].offer("r", turned, 50))
         with pytest.raises(AtlasError) as refusal:
-            session.pull("r", dst_blocks=dst.blocks, tokens=50, costs=STAGED).wait(20)
+            session.pull("r", destination_blocks=dst.blocks, tokens=50, costs=STAGED).wait(20)
         assert refusal.value.code is Code.UNKNOWN_REQUEST
         dst.buffers[0].assert_untouched()
         src.nodes[0].withdraw("r")
@@ -138,7 +138,7 @@ def test_an_offer_by_layers_that_is_leased_in_place_of_the_one_seen_is_waited_fo
     with seeing(source, target) as (src, dst, session, asked):
         src.offer("r")
         once_seen(session, src, lambda: src.offer("r", layered=True))
-        transfer = session.pull("r", dst_blocks=dst.blocks, tokens=50, costs=STAGED)
+        transfer = session.pull("r", destination_blocks=dst.blocks, tokens=50, costs=STAGED)
         until(lambda: "AwaitLayer" in asked or transfer.done)
         assert not transfer.done
         dst.buffers[0].assert_untouched()

@@ -47,12 +47,12 @@ class Peers:
         self.snooping = stack.enter_context(Session(self.snoop.node, endpoints))
 
     def pull(self, session: Session, rank: Rank, request: str, **about: Any) -> None:
-        session.pull(request, dst_blocks=rank.blocks, tokens=TOKENS, **about).wait(20)
+        session.pull(request, destination_blocks=rank.blocks, tokens=TOKENS, **about).wait(20)
 
     def leaked(self, link: Link) -> int:
         """Bytes of the source that a peer finds in all regions that it can reach over a link."""
         near, found = self.snoop.node.staging, 0
-        for pool, region in link.theirs.items():
+        for pool, region in link.peer_memory.items():
             for start in range(0, region.nbytes - near.piece + 1, near.piece):
                 try:
                     link.read([run(pool, start, near.piece)]).wait(float("inf"))
@@ -95,7 +95,9 @@ def test_memory_that_a_peer_borrows_has_no_byte_of_another(peers: Peers) -> None
     for pool in peers.source.pools.values():
         pool[:] = 0
     peers.source.offer("public", blocks=public, tokens=16)
-    moved = peers.snooping.pull("public", dst_blocks={0: peers.snoop.blocks[0][:1]}, tokens=16)
+    moved = peers.snooping.pull(
+        "public", destination_blocks={0: peers.snoop.blocks[0][:1]}, tokens=16
+    )
     moved.wait(20)
     connection = peers.snooping._connections.find(peers.source.node.endpoint)
     assert connection is not None
@@ -160,7 +162,7 @@ def test_a_push_from_private_staging_arrives(peers: Peers) -> None:
     with Session(peers.source.node, [target.node.endpoint]) as session:
         about: Any = {"source": SOURCE, "pushers": ["source"]}
         expected = target.node.expect("r", target.blocks, TOKENS, **about)
-        session.push("r", src_blocks=peers.source.blocks, tokens=TOKENS).wait(20)
+        session.push("r", source_blocks=peers.source.blocks, tokens=TOKENS).wait(20)
         assert expected.ready.is_set()
         target.node.forget("r")
     until(target.idle)

@@ -116,7 +116,7 @@ def test_a_push_delivers_every_byte_and_no_other(
             assert done == [one.sources <= set(range(number)) for one in waiting]
             with Session(node, target.endpoints) as session:
                 session.push(
-                    "r", src_blocks=source.blocks, tokens=source.tokens, how=how, checksums=True
+                    "r", source_blocks=source.blocks, tokens=source.tokens, how=how, checksums=True
                 ).wait(20)
         assert all(one.ready.is_set() for one in waiting)
         for node in target.nodes:
@@ -137,7 +137,7 @@ def test_layers_arrive_one_after_the_other(
         for node in target.nodes:
             with Session(node, source.endpoints) as session:
                 transfer = session.pull(
-                    "r", dst_blocks=target.blocks, tokens=target.tokens, streamed=True
+                    "r", destination_blocks=target.blocks, tokens=target.tokens, streamed=True
                 )
                 while not transfer.done:
                     seen.append(transfer.layers)
@@ -157,7 +157,9 @@ def test_some_layers_and_some_tokens_move_alone(how: str) -> None:
         layers = ["layers.1.attn", "layers.3.attn"]
         with Session(target.nodes[0], source.endpoints) as session:
             given = (name for name in layers)
-            moved = session.pull("r", dst_blocks=target.blocks, tokens=(7, 29), layers=given)
+            moved = session.pull(
+                "r", destination_blocks=target.blocks, tokens=(7, 29), layers=given
+            )
             assert 0 < moved.wait(10).moved == moved.total
         pull_all(source, target, "r", tokens=(7, 29), layers=layers, how=how, checksums=True)
         assert source.released == []
@@ -172,7 +174,7 @@ def test_tokens_that_are_not_offered_are_refused() -> None:
                 Session(target.nodes[0], source.endpoints) as session,
                 pytest.raises(AtlasError) as refusal,
             ):
-                session.pull("r", dst_blocks=target.blocks, tokens=tokens).wait(10)
+                session.pull("r", destination_blocks=target.blocks, tokens=tokens).wait(10)
             assert refusal.value.code is Code.BAD_TOKENS
         target.buffers[0].assert_untouched()
         source.assert_idle()
@@ -183,7 +185,11 @@ def test_a_way_that_does_not_exist_is_refused() -> None:
         source.offer("r")
         with Session(target.nodes[0], source.endpoints) as session:
             for how, hint in (("bogus", "auto, direct, staged"), ("landed", "'coalesced'")):
-                about: dict[str, Any] = {"dst_blocks": target.blocks, "tokens": 50, "how": how}
+                about: dict[str, Any] = {
+                    "destination_blocks": target.blocks,
+                    "tokens": 50,
+                    "how": how,
+                }
                 with pytest.raises(AtlasError) as refusal:
                     session.pull("r", **about)
                 assert refusal.value.code is Code.WIRE_FAILED
@@ -200,12 +206,12 @@ def test_pools_that_peers_cannot_reach_are_staged() -> None:
     ]
     nodes[1].offer("r", [3, 1], 32)
     with nodes[0], nodes[1], Session(nodes[0], [nodes[1].endpoint]) as session:
-        transfer = session.pull("r", dst_blocks=[2, 5], tokens=32).wait(20)
+        transfer = session.pull("r", destination_blocks=[2, 5], tokens=32).wait(20)
         assert "staged" in nodes[0].metrics.seconds
         assert int((pools[0][0] == 1).sum()) == transfer.moved == transfer.total
         nodes[1].expect("back", [7, 8], 32, source=made[0], pushers=[nodes[0].name])
         with Session(nodes[0], [nodes[1].endpoint]) as towards:
-            towards.push("back", src_blocks=[0, 1], tokens=32).wait(20)
+            towards.push("back", source_blocks=[0, 1], tokens=32).wait(20)
         assert nodes[1].expected["back"].ready.is_set()
 
 
@@ -235,7 +241,9 @@ def test_many_requests_at_once_over_many_threads() -> None:
             blocks = [2 * (many - 1 - number), 2 * (many - 1 - number) + 1]
             for _ in range(20):
                 try:
-                    session.pull(f"r{number}", dst_blocks=blocks, tokens=32, **given).wait(20)
+                    session.pull(f"r{number}", destination_blocks=blocks, tokens=32, **given).wait(
+                        20
+                    )
                     return
                 except AtlasError as refused:
                     # All buffers are lent: staged was asked for, so it is refused, not changed.
@@ -262,11 +270,13 @@ def test_many_requests_at_once_over_many_threads() -> None:
 def test_either_end_may_know_the_others_blocks() -> None:
     with ends(*two_ends("dense", {}, {"tp": 2})) as (source, target):
         source.offer("r")
-        pull_all(source, target, "r", src_blocks=source.blocks)
+        pull_all(source, target, "r", source_blocks=source.blocks)
         source.offer("again")
         wrong = {0: [*source.blocks[0][:-1], 77]}
         with Session(target.nodes[0], source.endpoints) as session:
-            transfer = session.pull("again", src_blocks=wrong, dst_blocks=target.blocks, tokens=50)
+            transfer = session.pull(
+                "again", source_blocks=wrong, destination_blocks=target.blocks, tokens=50
+            )
             with pytest.raises(AtlasError) as refusal:
                 transfer.wait(10)
             assert refusal.value.code is Code.UNKNOWN_REQUEST
@@ -281,16 +291,16 @@ def test_two_plans_that_read_one_offer_are_counted_apart() -> None:
         source.offer("r")
         for end, rank in ((one, 0), (two, 1)):
             with Session(end.nodes[rank], source.endpoints) as session:
-                session.pull("r", dst_blocks=end.blocks, tokens=50).wait(10)
+                session.pull("r", destination_blocks=end.blocks, tokens=50).wait(10)
         assert source.released == []
         with Session(one.nodes[1], source.endpoints) as session:
-            session.pull("r", dst_blocks=one.blocks, tokens=50).wait(10)
+            session.pull("r", destination_blocks=one.blocks, tokens=50).wait(10)
         assert source.released == [(0, "r", "read")]
 
 
 def test_offers_end_once_and_say_why() -> None:
     with ends(*two_ends("dense", {}, {})) as (source, _):
-        source.offer("soon over", seconds=0.05)
+        source.offer("soon over", timeout=0.05)
         source.offer("withdrawn")
         source.offer("closed")
         source.nodes[0].withdraw("withdrawn")
@@ -312,7 +322,7 @@ def test_a_release_that_fails_harms_nobody() -> None:
             raise RuntimeError(f"{request} {why}")
 
         node.offer("r", source.blocks, 50, released=fails)
-        node.offer("over", source.blocks, 50, released=fails, seconds=0.01)
+        node.offer("over", source.blocks, 50, released=fails, timeout=0.01)
         until(lambda: "over" not in node.offers)
         pull_all(source, target, "r")
         node.offer("closed", source.blocks, 50, released=fails)
@@ -344,11 +354,11 @@ def test_requests_are_offered_once_and_have_names() -> None:
 
 
 def pulling(session: Session, end: End) -> Callable[..., Any]:
-    return partial(session.pull, dst_blocks=end.blocks, tokens=50)
+    return partial(session.pull, destination_blocks=end.blocks, tokens=50)
 
 
 def pushing(session: Session, end: End) -> Callable[..., Any]:
-    return partial(session.push, src_blocks=end.blocks, tokens=50)
+    return partial(session.push, source_blocks=end.blocks, tokens=50)
 
 
 def test_time_is_a_number_of_seconds() -> None:
@@ -358,12 +368,12 @@ def test_time_is_a_number_of_seconds() -> None:
         with Session(asking, source.endpoints) as session:
             pull = partial(pulling(session, target), "r")
             asked: list[Callable[[Any], Any]] = [
-                lambda seconds: pull(seconds=seconds),
+                lambda seconds: pull(timeout=seconds),
                 lambda seconds: pull(wait_for_offer=seconds),
-                lambda seconds: pushing(session, target)("r", seconds=seconds),
-                lambda seconds: session.release("r", seconds=seconds),
-                lambda seconds: Session(asking, source.endpoints, seconds=seconds),
-                lambda seconds: source.nodes[0].offer("r", source.blocks, 50, seconds=seconds),
+                lambda seconds: pushing(session, target)("r", timeout=seconds),
+                lambda seconds: session.release("r", timeout=seconds),
+                lambda seconds: Session(asking, source.endpoints, timeout=seconds),
+                lambda seconds: source.nodes[0].offer("r", source.blocks, 50, timeout=seconds),
             ]
             for seconds in (math.nan, "30", None, True, math.inf, 10**9):
                 # Offers last an hour at most, whatever is asked.
@@ -418,8 +428,8 @@ def test_metrics_count_what_was_moved() -> None:
         way = route(source.plan, target.plan)
         bound = [
             way.bind(
-                src_rank=r, dst_rank=0, src_blocks=source.blocks, dst_blocks=target.blocks,
-                tokens=50,
+                source_rank=r, destination_rank=0,
+                source_blocks=source.blocks, destination_blocks=target.blocks, tokens=50,
             )
             for r in (0, 1)
         ]  # fmt: skip
@@ -437,7 +447,9 @@ def test_a_node_without_buffers_moves_directly() -> None:
         source.offer("staged")
         with Session(target.nodes[0], source.endpoints) as session:
             with pytest.raises(AtlasError) as refusal:
-                session.pull("staged", dst_blocks=target.blocks, tokens=50, how="staged").wait(10)
+                session.pull(
+                    "staged", destination_blocks=target.blocks, tokens=50, how="staged"
+                ).wait(10)
             assert refusal.value.code is Code.TOO_MANY
 
 

@@ -47,9 +47,9 @@ def copies(draw: st.DrawFn) -> list[Copy]:
 def spelled_out(given: list[Copy]) -> list[tuple[int, int, int, int]]:
     """Every byte of a stream: (source pool, offset, destination pool, offset)."""
     return [
-        (copy.src_pool, int(a) + i, copy.dst_pool, int(b) + i)
+        (copy.source_pool, int(a) + i, copy.destination_pool, int(b) + i)
         for copy in given
-        for a, b, n in zip(copy.src, copy.dst, copy.length, strict=True)
+        for a, b, n in zip(copy.source, copy.destination, copy.length, strict=True)
         for i in range(int(n))
     ]
 
@@ -85,11 +85,11 @@ def test_checksums_are_those_of_the_bytes(whole: list[Copy], piece: int) -> None
     every = spelled_out(whole)
     stream = bytes(int(src[p][a]) for p, a, _, _ in every)
     right = [zlib.crc32(stream[a : a + piece]) for a in range(0, len(stream), piece)]
-    assert checksums(whole, src, piece, src=True).tolist() == right
+    assert checksums(whole, src, piece, source=True).tolist() == right
     room = np.empty(len(every), dtype=np.uint8)
     gather(whole, src, room)
     scatter(whole, room, dst)
-    assert checksums(whole, dst, piece, src=False).tolist() == right
+    assert checksums(whole, dst, piece, source=False).tolist() == right
 
 
 @pytest.mark.parametrize("length", [1, 3, 4096, 32 << 10, 40_000])
@@ -120,8 +120,8 @@ REGIONS = {0: Memory(4096, 1000)}
 
 
 def one_run(src: int, dst: int, length: int, pool: int = 0) -> list[Copy]:
-    src_at, dst_at, many = (np.array([n], dtype=np.int64) for n in (src, dst, length))
-    return [Copy(pool, 0, src_at, dst_at, many)]
+    source_at, destination_at, many = (np.array([n], dtype=np.int64) for n in (src, dst, length))
+    return [Copy(pool, 0, source_at, destination_at, many)]
 
 
 @pytest.mark.parametrize(

@@ -38,15 +38,15 @@ def test_another_replica_takes_over_a_direct_read(
     stalled, well = (Child().start(SOURCE, transport, seed, name=f"n{seed}") for seed in (1, 2))
     right = contents(TARGET, 7)
     carry(SOURCE, TARGET, right, 2)
-    about: Any = {"dst_blocks": here.blocks, "tokens": TOKENS, "how": "direct"}
+    about: Any = {"destination_blocks": here.blocks, "tokens": TOKENS, "how": "direct"}
     try:
         for request in ("first", "second"):
             for child in (stalled, well):
                 child.ask("offer", request=request)
         with Session(here.node, [stalled.endpoint, well.endpoint]) as session:
-            session.pull("first", **about, seconds=30).wait()  # links are warm after this
+            session.pull("first", **about, timeout=30).wait()  # links are warm after this
             stop_at_first_read(monkeypatch, stalled)
-            pull = session.pull("second", **about, seconds=SECONDS, streamed=streamed)
+            pull = session.pull("second", **about, timeout=SECONDS, streamed=streamed)
             pull.wait(SECONDS)
             assert here.wrong(right) == 0
             assert pull.wait_released(1.0)

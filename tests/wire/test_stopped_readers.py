@@ -49,7 +49,7 @@ class Readers:
 
     def pull(self, child: Child, request: str, seconds: float) -> None:
         endpoints = [self.source.node.endpoint]
-        about = {"request": request, "endpoints": endpoints, "seconds": seconds}
+        about = {"request": request, "endpoints": endpoints, "timeout": seconds}
         child.tell("move", way="pull", how="staged", **about)
 
     def has_request(self, child: Child) -> bool:
@@ -76,7 +76,7 @@ def test_stopped_readers_keep_no_buffers_from_others(readers: Readers) -> None:
     """They held all buffers until their own deadlines, and a third pull timed out."""
     *stopped, third = readers.children
     for number in range(3):
-        readers.source.offer(f"r{number}", seconds=120)
+        readers.source.offer(f"r{number}", timeout=120)
     for number, child in enumerate(stopped):
         assert child.endpoint
         readers.pull(child, f"r{number}", 60.0)
@@ -103,8 +103,8 @@ def test_a_piece_that_was_reclaimed_in_mid_read_is_never_taken(readers: Readers)
     """The stopped reader's buffers have another lease's bytes when it continues."""
     victim, other, _ = readers.children
     turned = {group: ids[::-1] for group, ids in readers.source.blocks.items()}
-    readers.source.offer("r0", seconds=120)
-    readers.source.offer("r1", seconds=120, blocks=turned)
+    readers.source.offer("r0", timeout=120)
+    readers.source.offer("r1", timeout=120, blocks=turned)
     readers.pull(victim, "r0", 60.0)
     until(lambda: readers.lent == LENT // 2, 20)
     time.sleep(0.1)

@@ -97,8 +97,8 @@ def _scattered(run: int, room: int) -> Copy:
     """
     rng = np.random.default_rng(run)
     many, places = _MOVED // run, room // run
-    src, dst = (rng.permutation(places)[:many].astype(np.int64) * run for _ in range(2))
-    return Copy(0, 0, src, dst, np.full(many, run))
+    source, destination = (rng.permutation(places)[:many].astype(np.int64) * run for _ in range(2))
+    return Copy(0, 0, source, destination, np.full(many, run))
 
 
 def _read(link: Link, copy: Copy) -> None:
@@ -106,7 +106,7 @@ def _read(link: Link, copy: Copy) -> None:
 
 
 def _compare(copy: Copy, source: Bytes, here: Bytes) -> None:
-    for start, to, length in zip(copy.src, copy.dst, copy.length, strict=True):
+    for start, to, length in zip(copy.source, copy.destination, copy.length, strict=True):
         if not np.array_equal(source[start : start + length], here[to : to + length]):
             raise RuntimeError("the received bytes differ from the bytes that were sent")
 

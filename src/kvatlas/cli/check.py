@@ -93,12 +93,12 @@ def read_plan(path: str) -> Plan:
         raise AtlasError(problem.code, problem.problem, got=got, hint=problem.hint) from problem
 
 
-def check_parts(src: Plan, dst: Plan, answer: Check) -> list[RenderableType]:
+def check_parts(source: Plan, destination: Plan, answer: Check) -> list[RenderableType]:
     """Return a check's result as text and tables.
 
     If caches can be copied, this is the cost; otherwise it is a list of reasons.
     """
-    head = both_ends(src, dst)
+    head = both_ends(source, destination)
     if not answer.ok:
         no = Text("No.", style="bold red")
         why = table("code", "difference", words=(0, 1), wraps=(1,))
@@ -117,8 +117,8 @@ def check_parts(src: Plan, dst: Plan, answer: Check) -> list[RenderableType]:
     for pair in answer.pairs:
         report = pair.report
         made.add_row(
-            str(pair.src_rank),
-            str(pair.dst_rank),
+            str(pair.source_rank),
+            str(pair.destination_rank),
             size(report.nbytes),
             f"{report.descriptors:,}",
             size(report.median),

@@ -58,7 +58,12 @@ class MovedRank:
     seconds: float
     wrong: int
     """Number of wrong bytes, including changed bytes outside the request's blocks."""
-    staged: bool
+    way: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the measurements as a JSON object."""
+        facts = dict(vars(self))
+        return facts | {"staged": facts.pop("way") == "staged"}
 
 
 def small_plan(options: PlanOptions, tokens: int) -> Plan:
@@ -98,32 +103,39 @@ def _runs_here(name: str) -> bool:
 
 
 def move_request(
-    src: Plan, dst: Plan, tokens: int, transport: str, how: How, convert: str | None = None
+    source: Plan,
+    destination: Plan,
+    tokens: int,
+    transport: str,
+    how: How,
+    convert: str | None = None,
 ) -> Iterator[MovedRank]:
     """Move one request from a second process to each destination rank.
 
     Yield the measurements of each destination rank.
     """
     task = SampleTask(
-        plan=src, transport=transport, seed=_SEED, requests=(_REQUEST,), tokens=tokens,
+        plan=source, transport=transport, seed=_SEED, requests=(_REQUEST,), tokens=tokens,
         convert=convert,
     )  # fmt: skip
     scales = None if convert is None else 1.0
-    way = Route(src, dst, convert=convert, src_scales=scales, dst_scales=scales)
+    way = Route(
+        source, destination, convert=convert, source_scales=scales, destination_scales=scales
+    )
     with run_sample_server(task) as endpoints:
-        for rank in range(dst.ranks):
+        for rank in range(destination.ranks):
             near = make_transport(transport)
-            pools = pools_for(dst, rank, near)
+            pools = pools_for(destination, rank, near)
             for index, pool in pools.items():
                 pool[:] = random_bytes(pool.nbytes, _SEED + 1, rank, index)
             node = Node(
-                dst, rank=rank, memory=memory_of(pools), transport=near,
+                destination, rank=rank, memory=memory_of(pools), transport=near,
                 name=f"destination-{rank}", identity=SAMPLE_IDENTITY, **converting(convert),
             )  # fmt: skip
             with node, Session(node, endpoints) as session:
-                blocks = scattered(dst, tokens)
+                blocks = scattered(destination, tokens)
                 transfer = session.pull(
-                    _REQUEST, dst_blocks=blocks, tokens=tokens, how=how, seconds=120
+                    _REQUEST, destination_blocks=blocks, tokens=tokens, how=how, timeout=120
                 )
                 transfer.wait()
                 yield MovedRank(
@@ -133,8 +145,14 @@ def move_request(
                     node.metrics.values["descriptors"],
                     transfer.seconds,
                     _wrong(way, rank, pools, tokens),
-                    node.metrics.seconds["staged"] > 0,
+                    _way(node),
                 )
+
+
+def _way(node: Node) -> str:
+    """Return how the bytes of a node's only pull were moved."""
+    ways = ("staged", "coalesced")
+    return next((way for way in ways if node.metrics.seconds[way] > 0), "direct")
 
 
 def _wrong(way: Route, rank: int, pools: dict[int, Bytes], tokens: int) -> int:
@@ -143,12 +161,12 @@ def _wrong(way: Route, rank: int, pools: dict[int, Bytes], tokens: int) -> int:
     The expected bytes are computed by copying the same request within this process.
     """
     expected = {i: random_bytes(p.nbytes, _SEED + 1, rank, i) for i, p in pools.items()}
-    tables = scattered(way.src, tokens), scattered(way.dst, tokens)
-    about = {"src_blocks": tables[0], "dst_blocks": tables[1], "tokens": tokens}
+    tables = scattered(way.source, tokens), scattered(way.destination, tokens)
+    about = {"source_blocks": tables[0], "destination_blocks": tables[1], "tokens": tokens}
     sent = {
         source: {
             index: random_bytes(pool.nbytes, _SEED, source, index)
-            for index, pool in way.src.rank_pools(source).items()
+            for index, pool in way.source.rank_pools(source).items()
         }
         for source in way.sources(rank)
     }
@@ -172,9 +190,9 @@ def _copy_ranges(
     tables and its number of tokens.
     """
     for source, pools in sent.items():
-        for copy in way.bind(src_rank=source, dst_rank=rank, **about).copies:
-            here, there = pools[copy.src_pool], expected[copy.dst_pool]
-            for start, to, length in zip(copy.src, copy.dst, copy.length, strict=True):
+        for copy in way.bind(source_rank=source, destination_rank=rank, **about).copies:
+            here, there = pools[copy.source_pool], expected[copy.destination_pool]
+            for start, to, length in zip(copy.source, copy.destination, copy.length, strict=True):
                 there[to : to + length] = here[start : start + length]
 
 
@@ -192,7 +210,7 @@ def quiet(doing: str) -> Iterator[None]:
 
 
 def move_parts(
-    src: Plan, dst: Plan, transport: str, moved: list[MovedRank]
+    source: Plan, destination: Plan, transport: str, moved: list[MovedRank]
 ) -> list[RenderableType]:
     """Return a table with each rank's transfer, and a sentence on whether all bytes are correct."""
     columns = ("to rank", "from ranks", "bytes", "descriptors", "ms", "GB/s", "way", "wrong bytes")
@@ -205,7 +223,7 @@ def move_parts(
             f"{one.descriptors:,}",
             f"{one.seconds * 1e3:.1f}",
             f"{one.nbytes / max(one.seconds, 1e-9) / 1e9:.2f}",
-            "staged" if one.staged else "direct",
+            one.way,
             str(one.wrong),
         )
     wrong = sum(one.wrong for one in moved)
@@ -214,4 +232,4 @@ def move_parts(
     )
     if wrong:
         word = Text(f"{wrong:,} bytes have a wrong value.", style="bold red")
-    return [both_ends(src, dst), indented(made), word]
+    return [both_ends(source, destination), indented(made), word]

@@ -83,13 +83,13 @@ def indented(part: RenderableType, by: int = 2) -> Padding:
     return Padding(part, (0, 0, 0, by))
 
 
-def both_ends(src: object, dst: object) -> Table:
+def both_ends(source: object, destination: object) -> Table:
     """Return a table that describes the source and the destination of a copy."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
     grid.add_column()
-    grid.add_row("from", Text(plain(src)))
-    grid.add_row("to", Text(plain(dst)))
+    grid.add_row("from", Text(plain(source)))
+    grid.add_row("to", Text(plain(destination)))
     return grid
 
 

@@ -21,10 +21,10 @@ def check(
         str | None,
         typer.Argument(metavar="PLAN", help="The destination's plan file.", show_default=False),
     ] = None,
-    source: Annotated[
+    source_options: Annotated[
         str | None, typer.Option("--from", help="Plan options of the source: tp=2,layout=LBHNC")
     ] = None,
-    target: Annotated[
+    target_options: Annotated[
         str | None, typer.Option("--to", help="Plan options of the destination: tp=4,block-size=32")
     ] = None,
     many: Annotated[
@@ -46,9 +46,9 @@ def check(
     from kvatlas.cli.check import check_parts, two_plans
     from kvatlas.routing import check as check_route
 
-    src, dst = two_plans(first, second, source, target)
-    found = check_route(src, dst, tokens=many, convert=convert)
-    answer(as_json, found.as_dict(), *check_parts(src, dst, found))
+    source, destination = two_plans(first, second, source_options, target_options)
+    found = check_route(source, destination, tokens=many, convert=convert)
+    answer(as_json, found.as_dict(), *check_parts(source, destination, found))
     if not found.ok:
         raise typer.Exit(1)
 
@@ -98,8 +98,10 @@ def doctor(
 
 def move(
     model: Annotated[str, MODEL],
-    source: Annotated[str, typer.Option("--from", help="Plan options of the source: tp=2")] = "",
-    target: Annotated[
+    source_options: Annotated[
+        str, typer.Option("--from", help="Plan options of the source: tp=2")
+    ] = "",
+    target_options: Annotated[
         str, typer.Option("--to", help="Plan options of the destination: layout=BHLNC")
     ] = "",
     many: Annotated[int, typer.Option("--tokens", help="Tokens of the request.")] = 512,
@@ -112,8 +114,8 @@ def move(
     how: Annotated[
         str,
         typer.Option(
-            help="How to send: direct (one descriptor per run), staged (gather, send, scatter) or "
-            "auto (by measured cost)."
+            help="How to send: direct (one descriptor per run), staged (gather at the source), "
+            "coalesced (scatter at the destination) or auto (by measured cost)."
         ),
     ] = "auto",
     convert: Annotated[
@@ -128,18 +130,23 @@ def move(
     from kvatlas.cli.check import changes
     from kvatlas.cli.move import choose_transport, move_parts, move_request, quiet, small_plan
 
-    if how not in ("auto", "direct", "staged"):
-        raise typer.BadParameter("choose auto, direct or staged.", param_hint="'--how'")
+    if how not in ("auto", "direct", "staged", "coalesced"):
+        problem = "choose auto, direct, staged or coalesced."
+        raise typer.BadParameter(problem, param_hint="'--how'")
     with quiet("Moving a request between two processes ..."):
         chosen = choose_transport(transport)
-        ends = (("'--from'", source), ("'--to'", target))
-        src, dst = (
+        ends = (("'--from'", source_options), ("'--to'", target_options))
+        source, destination = (
             small_plan(PlanOptions(model=model, **changes(text, where)), many)
             for where, text in ends
         )
-        moved = move_request(src, dst, many, chosen, how, convert)  # type: ignore[arg-type]
+        moved = move_request(source, destination, many, chosen, how, convert)  # type: ignore[arg-type]
         ranks = list(moved)
-    answer(as_json, {"transport": chosen, "ranks": ranks}, *move_parts(src, dst, chosen, ranks))
+    answer(
+        as_json,
+        {"transport": chosen, "ranks": [one.as_dict() for one in ranks]},
+        *move_parts(source, destination, chosen, ranks),
+    )
     if any(rank.wrong for rank in ranks):
         raise typer.Exit(1)
 

@@ -36,7 +36,7 @@ class PlacedStarts(NamedTuple):
     """The smallest distance between two offsets at the target."""
 
 
-def place_starts(src: Offsets, dst: Offsets, device: torch.device | str) -> PlacedStarts:
+def place_starts(source: Offsets, destination: Offsets, device: torch.device | str) -> PlacedStarts:
     """Upload starts (pairs of a source and a target offset) to a device, for any number of copies.
 
     The two numbers below are the fields `bits` and `step`.
@@ -44,8 +44,8 @@ def place_starts(src: Offsets, dst: Offsets, device: torch.device | str) -> Plac
     >>> place_starts(np.array([0, 64]), np.array([0, 96]), "cpu")[1:]
     (96, 96)
     """
-    table = np.stack([src, dst])
-    step = int(np.abs(np.diff(dst)).min()) if len(dst) > 1 else 0
+    table = np.stack([source, destination])
+    step = int(np.abs(np.diff(destination)).min()) if len(destination) > 1 else 0
     bits = int(np.bitwise_or.reduce(table, axis=None))
     return PlacedStarts(_uploaded(table, torch.device(device)), bits, step)
 
@@ -214,8 +214,8 @@ def _tables(
     if not table.size or not starts.table.shape[1]:
         return None
     bits = starts.bits | int(np.bitwise_or.reduce(table, axis=None)) | addresses
-    dst, length = table[1], table[2]
-    apart = abs(int(dst[1]) - int(dst[0])) if len(dst) > 1 else 0
+    destination, length = table[1], table[2]
+    apart = abs(int(destination[1]) - int(destination[0])) if len(destination) > 1 else 0
     return _launcher().RunTables(
         starts.table,
         _uploaded(table, starts.table.device) if place is None else place(table),

@@ -78,7 +78,7 @@ def _split_pool(
     each = room // size
     blocks = [_host_spans(grid, end) // size for grid in grids]
     ids, where = np.unique(np.concatenate(blocks), return_inverse=True)
-    moved = [len(grid.starts.src) * grid.length for grid in grids]
+    moved = [len(grid.starts.source) * grid.length for grid in grids]
     nbytes = np.bincount(where, weights=np.concatenate(moved)).astype(np.int64)
     whole = nbytes == size if each else np.zeros(len(ids), dtype=bool)
     # The index of each span's block among the whole blocks, or -1. A piece has `each` blocks.
@@ -101,11 +101,11 @@ def _split_pool(
 
 
 def _host_pool(grid: Copy, end: int) -> int:
-    return grid.dst_pool if end else grid.src_pool
+    return grid.destination_pool if end else grid.source_pool
 
 
 def _host_spans(grid: Copy, end: int) -> Int64s:
-    return grid.dst if end else grid.src
+    return grid.destination if end else grid.source
 
 
 def _with_spans(grid: Copy, chosen: Any, end: int, at: Int64s) -> Copy:
@@ -114,9 +114,9 @@ def _with_spans(grid: Copy, chosen: Any, end: int, at: Int64s) -> Copy:
     `at` replaces the offsets of the chosen spans on the host.
     `end` is 0 if the host is the source, 1 if it is the destination.
     """
-    src, dst = grid.src[chosen], grid.dst[chosen]
-    src, dst = (src, at) if end else (at, dst)
-    return replace(grid, src=src, dst=dst, length=grid.length[chosen])
+    source, destination = grid.source[chosen], grid.destination[chosen]
+    source, destination = (source, at) if end else (at, destination)
+    return replace(grid, source=source, destination=destination, length=grid.length[chosen])
 
 
 class BlockBuffer:
@@ -197,16 +197,17 @@ class BlockStaging:
 
 
 def address_runs(
-    grids: Sequence[Copy], src: Mapping[int, Memory], dst: Mapping[int, Memory]
+    grids: Sequence[Copy], source: Mapping[int, Memory], destination: Mapping[int, Memory]
 ) -> list[AddressRuns]:
     """Convert copies between pools to runs between addresses.
 
-    `src` and `dst` map pool indices to memory regions.
+    `source` and `destination` map pool indices to memory regions.
     """
     return [
         AddressRuns(
-            src[grid.src_pool].address, dst[grid.dst_pool].address,
-            (grid.starts.src, grid.starts.dst), (grid.src, grid.dst, grid.length),
+            source[grid.source_pool].address, destination[grid.destination_pool].address,
+            (grid.starts.source, grid.starts.destination),
+            (grid.source, grid.destination, grid.length),
         )
         for grid in grids
     ]  # fmt: skip

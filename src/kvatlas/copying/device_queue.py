@@ -105,8 +105,8 @@ class PreparedRuns(ABC):
     """Copy operations that were prepared for requests that differ only in block ids."""
 
     @abstractmethod
-    def post(self, src: Tables, dst: Tables) -> Posted | None:
-        """Queue a copy from the blocks with ids `src` to the blocks with ids `dst`.
+    def post(self, source: Tables, destination: Tables) -> Posted | None:
+        """Queue a copy from the blocks with ids `source` to the blocks with ids `destination`.
 
         The copy runs after the work that is queued on the caller's current stream.
 
@@ -123,13 +123,16 @@ class _PostedAsRuns(PreparedRuns):
     def __init__(self, queue: DeviceQueue, patterns: Sequence[AddressPattern]) -> None:
         self._queue, self._patterns = queue, patterns
 
-    def post(self, src: Tables, dst: Tables) -> Posted | None:
+    def post(self, source: Tables, destination: Tables) -> Posted | None:
         """Compute the runs of one request and post them."""
         runs = []
-        for source, target, pattern, blocks in self._patterns:
-            known = {group: np.where(ids < blocks, ids, 0) for group, ids in src.items()}
-            grid = pattern.grid(known, dst)
-            starts, spans = (grid.starts.src, grid.starts.dst), (grid.src, grid.dst, grid.length)
-            runs.append(AddressRuns(source, target, starts, spans))
+        for read_at, write_at, pattern, blocks in self._patterns:
+            known = {group: np.where(ids < blocks, ids, 0) for group, ids in source.items()}
+            grid = pattern.grid(known, destination)
+            starts, spans = (
+                (grid.starts.source, grid.starts.destination),
+                (grid.source, grid.destination, grid.length),
+            )
+            runs.append(AddressRuns(read_at, write_at, starts, spans))
         self._queue.after_caller()
         return self._queue.post(runs)

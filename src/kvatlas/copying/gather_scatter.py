@@ -27,9 +27,9 @@ def gather(copies: Sequence[Copy], pools: Mapping[int, Bytes], stream: Bytes) ->
     """Gather the source runs of `copies` from `pools` into `stream`. Return the number of bytes."""
     done = 0
     for copy in copies:
-        src, _, length = copy.runs()
+        source, _, length = copy.runs()
         at = _stream_places(length, done)
-        for _ in copy_runs_unchecked(pools[copy.src_pool], stream, src, at, length):
+        for _ in copy_runs_unchecked(pools[copy.source_pool], stream, source, at, length):
             pass
         done += copy.nbytes
     return done
@@ -39,9 +39,9 @@ def scatter(copies: Sequence[Copy], stream: Bytes, pools: Mapping[int, Bytes]) -
     """Scatter `stream` to the target runs of `copies` in `pools`. Return the number of bytes."""
     done = 0
     for copy in copies:
-        _, dst, length = copy.runs()
+        _, destination, length = copy.runs()
         at = _stream_places(length, done)
-        for _ in copy_runs_unchecked(stream, pools[copy.dst_pool], at, dst, length):
+        for _ in copy_runs_unchecked(stream, pools[copy.destination_pool], at, destination, length):
             pass
         done += copy.nbytes
     return done
@@ -56,14 +56,14 @@ def _stream_places(length: Int64s, first: int) -> Places:
 
 
 def checksums(
-    copies: Sequence[Copy], pools: Mapping[int, Bytes], piece: int, *, src: bool
+    copies: Sequence[Copy], pools: Mapping[int, Bytes], piece: int, *, source: bool
 ) -> Int64s:
     """Return one CRC-32 for each `piece` bytes of the stream of `copies`.
 
-    The stream is the concatenation of the runs. If `src` is true, `pools` are the source's pools,
-    otherwise the destination's.
+    The stream is the concatenation of the runs. If `source` is true, `pools` are the source's
+    pools, otherwise the destination's.
     """
-    if not src:
+    if not source:
         copies = [copy.reversed() for copy in copies]
     stream = np.empty(stream_bytes(copies), dtype=np.uint8)
     gather(copies, pools, stream)

@@ -131,11 +131,11 @@ class GpuOffload:
         for copy in piece:
             at = np.cumsum(copy.length) - copy.length + done
             done += copy.nbytes
-            pool = self._host[copy.dst_pool if out else copy.src_pool]
+            pool = self._host[copy.destination_pool if out else copy.source_pool]
             if out:
-                steps = copy_runs_unchecked(stream, pool, at, copy.dst, copy.length)
+                steps = copy_runs_unchecked(stream, pool, at, copy.destination, copy.length)
             else:
-                steps = copy_runs_unchecked(pool, stream, copy.src, at, copy.length)
+                steps = copy_runs_unchecked(pool, stream, copy.source, at, copy.length)
             for _ in steps:
                 pass
 
@@ -159,7 +159,7 @@ def _pieces(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
     for copy in copies:
         if not len(copy):
             continue
-        src, dst, length = split_runs(copy.src, copy.dst, copy.length)
+        source, destination, length = split_runs(copy.source, copy.destination, copy.length)
         ends = np.cumsum(length)
         first = 0
         while first < len(length):
@@ -167,7 +167,15 @@ def _pieces(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
             stop = int(np.searchsorted(ends, begun + room, side="right"))
             if stop > first:
                 rows = slice(first, stop)
-                piece.append(Copy(copy.src_pool, copy.dst_pool, src[rows], dst[rows], length[rows]))
+                piece.append(
+                    Copy(
+                        copy.source_pool,
+                        copy.destination_pool,
+                        source[rows],
+                        destination[rows],
+                        length[rows],
+                    )
+                )
                 room -= int(ends[stop - 1]) - begun
                 first = stop
             if first < len(length):

@@ -122,32 +122,35 @@ def find_pool(pools: Mapping[int, Bytes], index: int) -> Bytes:
     return pools[index]
 
 
-def copy_runs(src: Bytes, dst: Bytes, src_at: Places, dst_at: Places, length: Int64s) -> Steps:
-    """Copy runs from `src` to `dst`, one step per iteration.
+def copy_runs(
+    source: Bytes, destination: Bytes, source_at: Places, destination_at: Places, length: Int64s
+) -> Steps:
+    """Copy runs from `source` to `destination`, one step per iteration.
 
-    `src_at` and `dst_at` are the byte offsets of the runs in the buffers.
+    `source_at` and `destination_at` are the byte offsets of the runs in the buffers.
 
-    >>> src, dst = np.arange(8, dtype=np.uint8), np.zeros(8, np.uint8)
-    >>> for _ in copy_runs(src, dst, np.array([6, 0]), np.array([0, 5]), np.array([2, 3])):
+    >>> source, destination = np.arange(8, dtype=np.uint8), np.zeros(8, np.uint8)
+    >>> runs = np.array([6, 0]), np.array([0, 5]), np.array([2, 3])
+    >>> for _ in copy_runs(source, destination, *runs):
     ...     pass
-    >>> dst.tolist()
+    >>> destination.tolist()
     [6, 7, 0, 0, 0, 0, 1, 2]
     """
-    src_at, length = check_runs(src_at, length, src)
-    dst_at, length = check_runs(dst_at, length, dst, written=True)
-    return copy_runs_unchecked(src, dst, src_at, dst_at, length)
+    source_at, length = check_runs(source_at, length, source)
+    destination_at, length = check_runs(destination_at, length, destination, written=True)
+    return copy_runs_unchecked(source, destination, source_at, destination_at, length)
 
 
 def copy_runs_unchecked(
-    src: Bytes, dst: Bytes, src_at: Places, dst_at: Places, length: Int64s
+    source: Bytes, destination: Bytes, source_at: Places, destination_at: Places, length: Int64s
 ) -> Steps:
     """`copy_runs` without bounds checks, for runs that are known to be inside both buffers."""
     if not len(length):
         return
     if one_length(length):
-        yield from _of_one_length(src, dst, src_at, dst_at, length)
+        yield from _of_one_length(source, destination, source_at, destination_at, length)
         return
-    src_at, dst_at = np.asarray(src_at), np.asarray(dst_at)
+    source_at, destination_at = np.asarray(source_at), np.asarray(destination_at)
     by_size = np.argsort(length, kind="stable")
     sizes, counts = np.unique(length, return_counts=True)
     together = (counts >= _FEW) & (sizes <= _SHORT_PACKED)
@@ -155,9 +158,13 @@ def copy_runs_unchecked(
     alone.sort()
     for first, count in zip((np.cumsum(counts) - counts)[together], counts[together], strict=True):
         alike = by_size[first : first + count]
-        yield from _of_one_length(src, dst, src_at[alike], dst_at[alike], length[alike])
+        yield from _of_one_length(
+            source, destination, source_at[alike], destination_at[alike], length[alike]
+        )
     if len(alone):
-        yield from _one_by_one(src, dst, src_at[alone], dst_at[alone], length[alone])
+        yield from _one_by_one(
+            source, destination, source_at[alone], destination_at[alone], length[alone]
+        )
 
 
 def one_length(length: Int64s) -> bool:
@@ -165,25 +172,29 @@ def one_length(length: Int64s) -> bool:
     return length.strides == (0,) or bool((length == length[0]).all())
 
 
-def _of_one_length(src: Bytes, dst: Bytes, src_at: Places, dst_at: Places, length: Int64s) -> Steps:
+def _of_one_length(
+    source: Bytes, destination: Bytes, source_at: Places, destination_at: Places, length: Int64s
+) -> Steps:
     size, count = int(length[0]), len(length)
-    src_at, dst_at = _packed(src_at, size), _packed(dst_at, size)
-    packed = isinstance(src_at, range) or isinstance(dst_at, range)
+    source_at, destination_at = _packed(source_at, size), _packed(destination_at, size)
+    packed = isinstance(source_at, range) or isinstance(destination_at, range)
     if count < _FEW or size > (_SHORT_PACKED if packed else _SHORT):
-        yield from _one_by_one(src, dst, np.asarray(src_at), np.asarray(dst_at), length)
+        yield from _one_by_one(
+            source, destination, np.asarray(source_at), np.asarray(destination_at), length
+        )
         return
-    from_elements, to_elements = _elements(src, size), _elements(dst, size)
-    gathers = isinstance(dst_at, range) and not isinstance(src_at, range)
-    grid = _grid(src, np.asarray(src_at), size) if gathers else None
+    from_elements, to_elements = _elements(source, size), _elements(destination, size)
+    gathers = isinstance(destination_at, range) and not isinstance(source_at, range)
+    grid = _grid(source, np.asarray(source_at), size) if gathers else None
     # Runs that numpy gathers into a temporary array are scattered while it is in the cache.
-    between = grid is None and not isinstance(src_at, range)
+    between = grid is None and not isinstance(source_at, range)
     together = max(1, (_CACHED if between else STEP) // size)
     moved = 0
     for first in range(0, count, together):
         some = slice(first, first + together)
-        into = _index(dst_at[some])
+        into = _index(destination_at[some])
         if grid is None:
-            to_elements[into] = from_elements[_index(src_at[some])]
+            to_elements[into] = from_elements[_index(source_at[some])]
         else:
             np.take(grid[0], grid[1][some], out=to_elements[into], mode="clip")
         moved += together * size
@@ -192,8 +203,8 @@ def _of_one_length(src: Bytes, dst: Bytes, src_at: Places, dst_at: Places, lengt
             moved = 0
 
 
-def _grid(src: Bytes, starts: Int64s, size: int) -> tuple[NDArray[Any], Int64s] | None:
-    """Return (`src` as an array of `size`-byte elements, index of each run's element).
+def _grid(source: Bytes, starts: Int64s, size: int) -> tuple[NDArray[Any], Int64s] | None:
+    """Return (`source` as an array of `size`-byte elements, index of each run's element).
 
     Return None unless all distances between starts are multiples of `size`. `numpy.take` gathers
     adjacent elements without a temporary copy; it does not support overlapping elements.
@@ -202,7 +213,7 @@ def _grid(src: Bytes, starts: Int64s, size: int) -> tuple[NDArray[Any], Int64s] 
     places, phases = np.divmod(starts - first, size)
     if phases.any():
         return None
-    return src[first : first + (len(src) - first) // size * size].view(f"V{size}"), places
+    return source[first : first + (len(source) - first) // size * size].view(f"V{size}"), places
 
 
 def _packed(starts: Places, size: int) -> Places:
@@ -224,23 +235,27 @@ def _elements(buffer: Bytes, size: int) -> NDArray[Any]:
     return np.ndarray((len(buffer) - size + 1,), f"V{size}", buffer, strides=(1,))
 
 
-def _one_by_one(src: Bytes, dst: Bytes, src_at: Int64s, dst_at: Int64s, length: Int64s) -> Steps:
-    source, target = src.data, dst.data
-    src_address, dst_address = src.ctypes.data, dst.ctypes.data
-    columns = split_runs(src_at, dst_at, length)
+def _one_by_one(
+    source: Bytes, destination: Bytes, source_at: Int64s, destination_at: Int64s, length: Int64s
+) -> Steps:
+    read_from, write_to = source.data, destination.data
+    source_address, destination_address = source.ctypes.data, destination.ctypes.data
+    columns = split_runs(source_at, destination_at, length)
     moved = 0
     for start, to, size in zip(*(column.tolist() for column in columns), strict=True):
         if size < _UNLOCKED:
-            target[to : to + size] = source[start : start + size]
+            write_to[to : to + size] = read_from[start : start + size]
         else:
-            ctypes.memmove(dst_address + to, src_address + start, size)
+            ctypes.memmove(destination_address + to, source_address + start, size)
         moved += size
         if moved >= STEP:
             yield
             moved = 0
 
 
-def split_runs(src_at: Int64s, dst_at: Int64s, length: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+def split_runs(
+    source_at: Int64s, destination_at: Int64s, length: Int64s
+) -> tuple[Int64s, Int64s, Int64s]:
     """Split runs so that none is longer than `STEP` bytes.
 
     >>> runs = split_runs(np.array([0]), np.array([7]), np.array([STEP + 1]))
@@ -248,11 +263,15 @@ def split_runs(src_at: Int64s, dst_at: Int64s, length: Int64s) -> tuple[Int64s, 
     [[0, 16777216], [7, 16777223], [16777216, 1]]
     """
     if int(length.max()) <= STEP:
-        return src_at, dst_at, length
+        return source_at, destination_at, length
     parts = -(-length // STEP)
     skip = (np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)) * STEP
     left = np.repeat(length, parts) - skip
-    return np.repeat(src_at, parts) + skip, np.repeat(dst_at, parts) + skip, np.minimum(left, STEP)
+    return (
+        np.repeat(source_at, parts) + skip,
+        np.repeat(destination_at, parts) + skip,
+        np.minimum(left, STEP),
+    )
 
 
 def rank_pools(plan: Plan, rank: int, given: Mapping[int, Any]) -> dict[int, Bytes]:

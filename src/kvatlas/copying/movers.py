@@ -51,10 +51,10 @@ class PoolMover(ABC):
         """
 
     @abstractmethod
-    def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
+    def checksums(self, copies: Sequence[Copy], piece: int, *, source: bool) -> Int64s:
         """Return one CRC-32 for each `piece` bytes of the stream of `copies`.
 
-        The stream is the concatenation of the runs. If `src` is true, this node is the source of
+        The stream is the concatenation of the runs. If `source` is true, this node is the source of
         `copies`, otherwise the destination.
         """
 
@@ -94,9 +94,9 @@ class HostMover(PoolMover):
 
         return act
 
-    def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
+    def checksums(self, copies: Sequence[Copy], piece: int, *, source: bool) -> Int64s:
         """Return one CRC-32 for each `piece` bytes of the stream, computed on the CPU."""
-        return checksums(copies, self._pools, piece, src=src)
+        return checksums(copies, self._pools, piece, source=source)
 
 
 class GpuMover(PoolMover):
@@ -174,9 +174,9 @@ class GpuMover(PoolMover):
         self._count_bytes("host_bounce_bytes" if bounced else "gpu_staged_bytes", nbytes)
         return nbytes
 
-    def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
+    def checksums(self, copies: Sequence[Copy], piece: int, *, source: bool) -> Int64s:
         """Gather the stream to the host, and return one CRC-32 for each `piece` bytes of it."""
-        if not src:
+        if not source:
             copies = [copy.reversed() for copy in copies]
         stream = np.empty(stream_bytes(copies), dtype=np.uint8)
         self._through(copies, self._memory, stream, out=True)
@@ -199,15 +199,15 @@ def stream_runs(
     """
     runs, done = [], 0
     for copy in copies:
-        src, dst, length = copy.runs()
+        source, destination, length = copy.runs()
         at = np.cumsum(length) - length + done
         done += copy.nbytes
         if out:
-            pool = pools[copy.src_pool].address
-            runs.append(AddressRuns(pool, stream, ORIGIN.ends, (src, at, length)))
+            pool = pools[copy.source_pool].address
+            runs.append(AddressRuns(pool, stream, ORIGIN.ends, (source, at, length)))
         else:
-            pool = pools[copy.dst_pool].address
-            runs.append(AddressRuns(stream, pool, ORIGIN.ends, (at, dst, length)))
+            pool = pools[copy.destination_pool].address
+            runs.append(AddressRuns(stream, pool, ORIGIN.ends, (at, destination, length)))
     return runs
 
 

@@ -31,37 +31,42 @@ numpy releases the interpreter lock while it copies many elements.
 """
 
 
-def copy_nested(src: Bytes, dst: Bytes, places: NestedSteps, length: int) -> None:
-    """Copy runs of `length` bytes from `src` to `dst`, at the offsets in `places`.
+def copy_nested(source: Bytes, destination: Bytes, places: NestedSteps, length: int) -> None:
+    """Copy runs of `length` bytes from `source` to `destination`, at the offsets in `places`.
 
-    >>> src, dst = np.arange(16, dtype=np.uint8), np.zeros(8, np.uint8)
-    >>> copy_nested(src, dst, NestedSteps.of(np.array([0, 4, 8, 12]), np.array([0, 2, 4, 6])), 2)
-    >>> dst.tolist()
+    >>> source, destination = np.arange(16, dtype=np.uint8), np.zeros(8, np.uint8)
+    >>> places = NestedSteps.of(np.array([0, 4, 8, 12]), np.array([0, 2, 4, 6]))
+    >>> copy_nested(source, destination, places, 2)
+    >>> destination.tolist()
     [0, 1, 4, 5, 8, 9, 12, 13]
     """
-    places = check_nested(src, dst, places, length)
-    copy_nested_unchecked(src, dst, places, length)
+    places = check_nested(source, destination, places, length)
+    copy_nested_unchecked(source, destination, places, length)
 
 
-def copy_nested_unchecked(src: Bytes, dst: Bytes, places: NestedSteps, length: int) -> None:
+def copy_nested_unchecked(
+    source: Bytes, destination: Bytes, places: NestedSteps, length: int
+) -> None:
     """`copy_nested` without bounds checks, for runs that are known to be inside both buffers."""
     steps = places.steps
-    if len(places.src) > _FEW_CALLS and prod(one.times for one in steps) < _WORTH_A_CALL:
-        src_at, dst_at = places.written_out(steps)  # too irregular for strides
-        lengths = np.full(len(src_at), length)
-        for _ in copy_runs_unchecked(src, dst, src_at, dst_at, lengths):
+    if len(places.source) > _FEW_CALLS and prod(one.times for one in steps) < _WORTH_A_CALL:
+        source_at, destination_at = places.written_out(steps)  # too irregular for strides
+        lengths = np.full(len(source_at), length)
+        for _ in copy_runs_unchecked(source, destination, source_at, destination_at, lengths):
             pass
         return
     word = length if length <= _ELEMENT else gcd(length, _WORD)
     shape = (*(one.times for one in steps), length // word)
     kind = f"V{word}"
-    strides = [(*(one.src for one in steps), word), (*(one.dst for one in steps), word)]
-    for start, to in zip(places.src.tolist(), places.dst.tolist(), strict=True):
-        there = np.ndarray(shape, kind, dst, to, strides[1])
-        there[...] = np.ndarray(shape, kind, src, start, strides[0])
+    strides = [(*(one.source for one in steps), word), (*(one.destination for one in steps), word)]
+    for start, to in zip(places.source.tolist(), places.destination.tolist(), strict=True):
+        there = np.ndarray(shape, kind, destination, to, strides[1])
+        there[...] = np.ndarray(shape, kind, source, start, strides[0])
 
 
-def copy_pools(copies: Iterable[Copy], src: Mapping[int, Bytes], dst: Mapping[int, Bytes]) -> None:
+def copy_pools(
+    copies: Iterable[Copy], source: Mapping[int, Bytes], destination: Mapping[int, Bytes]
+) -> None:
     """Copy the runs of `copies` between pools, which are given by index.
 
     >>> pools = {0: np.arange(16, dtype=np.uint8)}, {0: np.zeros(8, np.uint8)}
@@ -75,13 +80,16 @@ def copy_pools(copies: Iterable[Copy], src: Mapping[int, Bytes], dst: Mapping[in
     [8, 9, 12, 13, 0, 1, 4, 5]
     """
     for copy in copies:
-        source, target = find_pool(src, copy.src_pool), find_pool(dst, copy.dst_pool)
+        from_pool, to_pool = (
+            find_pool(source, copy.source_pool),
+            find_pool(destination, copy.destination_pool),
+        )
         if copy.starts is ORIGIN:
-            for _ in copy_runs(source, target, copy.src, copy.dst, copy.length):
+            for _ in copy_runs(from_pool, to_pool, copy.source, copy.destination, copy.length):
                 pass
         elif len(copy):
-            check_bounds([copy], src, dst)
-            _copy_grid(copy, source, target)
+            check_bounds([copy], source, destination)
+            _copy_grid(copy, from_pool, to_pool)
 
 
 def _copy_grid(copy: Copy, source: Bytes, target: Bytes) -> None:
@@ -89,12 +97,14 @@ def _copy_grid(copy: Copy, source: Bytes, target: Bytes) -> None:
     firsts = _nested(copy.starts)
     for length in np.unique(copy.length).tolist():
         some = copy.length == length
-        src_at = (copy.src[some, None] + firsts.src).reshape(-1)
-        dst_at = (copy.dst[some, None] + firsts.dst).reshape(-1)
-        copy_nested_unchecked(source, target, NestedSteps(src_at, dst_at, firsts.steps), length)
+        source_at = (copy.source[some, None] + firsts.source).reshape(-1)
+        destination_at = (copy.destination[some, None] + firsts.destination).reshape(-1)
+        copy_nested_unchecked(
+            source, target, NestedSteps(source_at, destination_at, firsts.steps), length
+        )
 
 
 @lru_cache(maxsize=64)
 def _nested(starts: Starts) -> NestedSteps:
     """Return starts as nested strides; cached, because all requests of one route share them."""
-    return NestedSteps.of(starts.src, starts.dst)
+    return NestedSteps.of(starts.source, starts.destination)

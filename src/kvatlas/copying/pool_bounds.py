@@ -19,14 +19,19 @@ class SizedRegion(Protocol):
 
 
 def check_bounds(
-    copies: Iterable[Copy], src: Mapping[int, SizedRegion], dst: Mapping[int, SizedRegion]
+    copies: Iterable[Copy],
+    source: Mapping[int, SizedRegion],
+    destination: Mapping[int, SizedRegion],
 ) -> None:
     """Raise `out_of_bounds` if a run is not inside its regions. Regions are given by pool index.
 
     The check adds only the smallest and largest start to the spans instead of computing all runs.
     """
     for copy in copies:
-        ends = (copy.src_pool, copy.src, src), (copy.dst_pool, copy.dst, dst)
+        ends = (
+            (copy.source_pool, copy.source, source),
+            (copy.destination_pool, copy.destination, destination),
+        )
         for end, (pool, spans, regions) in enumerate(ends):
             nbytes = _region_bytes(pool, regions)
             room = nbytes if copy.cast is None else nbytes // copy.cast.items[end]

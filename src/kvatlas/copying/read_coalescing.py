@@ -50,14 +50,14 @@ class Placing(NamedTuple):
         copy_nested_unchecked(batch, pools[self.pool], self.places, self.length)
 
 
-class LandingBatch(NamedTuple):
+class CoalescedBatch(NamedTuple):
     """Ranges of a source pool that are read together into contiguous memory.
 
     `placing` lists where the bytes are copied afterwards.
     """
 
     pool: int
-    src: Int64s
+    source: Int64s
     length: Int64s
     placing: list[Placing]
 
@@ -65,26 +65,27 @@ class LandingBatch(NamedTuple):
     def nbytes(self) -> int:
         """The number of bytes that are scattered, without the gaps that are read with them."""
         return sum(
-            one.length * len(one.places.src) * prod(step.times for step in one.places.steps)
+            one.length * len(one.places.source) * prod(step.times for step in one.places.steps)
             for one in self.placing
         )
 
     def read(self, at: int) -> Copy:
         """Return a `Copy` from the source pool to offset `at` of staging memory."""
         places = np.cumsum(self.length) - self.length + at
-        return Copy(self.pool, STAGING, self.src, places, self.length)
+        return Copy(self.pool, STAGING, self.source, places, self.length)
 
 
 class _Tiles(NamedTuple):
     """The tiles of one copy. A tile is a set of runs that are close together at the source.
 
-    `src` and `dst` are the offsets of the tiles relative to a span (contiguous byte range) of
-    `grid`, and are the same for each span. `steps` are the strides between the runs of a tile.
+    `source` and `destination` are the offsets of the tiles relative to a span (contiguous byte
+    range) of `grid`, and are the same for each span. `steps` are the strides between the runs of a
+    tile.
     """
 
     grid: Copy
-    src: Int64s
-    dst: Int64s
+    source: Int64s
+    destination: Int64s
     steps: tuple[Steps, ...]
     reach: int
     """Bytes from the start of a tile's first run to the start of its last run, at the source."""
@@ -99,19 +100,21 @@ class _Tiles(NamedTuple):
     @property
     def source_stop(self) -> int:
         """An offset in the source pool at or after the end of every tile."""
-        return int((self.grid.src + self.grid.length).max()) + int(self.src.max()) + self.reach
+        return (
+            int((self.grid.source + self.grid.length).max()) + int(self.source.max()) + self.reach
+        )
 
 
-def landing_batches(grids: Sequence[Copy], room: int) -> Generator[LandingBatch]:
+def coalesced_batches(grids: Sequence[Copy], room: int) -> Generator[CoalescedBatch]:
     """Yield batches of at most `room` bytes that together contain all runs of `grids`."""
     alike: defaultdict[tuple[int, int], list[Copy]] = defaultdict(list)
     for grid in grids:
         if len(grid):
             cut = _cut(grid, max(1, room // _SHARE))
-            alike[grid.src_pool, len(cut.length)].append(cut)
+            alike[grid.source_pool, len(cut.length)].append(cut)
     for (_, count), several in alike.items():
         tiles = [_Tiles.of(grid, max(1, room // _SHARE)) for grid in several]
-        step = max(1, _MOST_TILES // sum(len(one.src) for one in tiles))
+        step = max(1, _MOST_TILES // sum(len(one.source) for one in tiles))
         for first in range(0, count, step):
             yield from _SortedTiles.of(tiles, slice(first, first + step)).batches(room)
 
@@ -122,15 +125,19 @@ def expected_reads(grids: Sequence[Copy], room: int) -> tuple[int, int]:
     The estimate is based on the first spans (contiguous byte ranges) of each grid.
     """
     some = [_first_spans(grid) for grid in grids if len(grid)]
-    reads = [batch.length for batch in landing_batches(some, room)]
+    reads = [batch.length for batch in coalesced_batches(some, room)]
     total, part = (max(1, sum(grid.nbytes for grid in several)) for several in (grids, some))
     ranges, nbytes = sum(map(len, reads)), sum(int(length.sum()) for length in reads)
     return ceil_div(ranges * total, part), ceil_div(nbytes * total, part)
 
 
 def _first_spans(grid: Copy) -> Copy:
-    src, dst, length = (column[:_LOOKED_AT] for column in (grid.src, grid.dst, grid.length))
-    return Copy(grid.src_pool, grid.dst_pool, src, dst, length, starts=grid.starts)
+    source, destination, length = (
+        column[:_LOOKED_AT] for column in (grid.source, grid.destination, grid.length)
+    )
+    return Copy(
+        grid.source_pool, grid.destination_pool, source, destination, length, starts=grid.starts
+    )
 
 
 def _cut(grid: Copy, most: int) -> Copy:
@@ -139,9 +146,17 @@ def _cut(grid: Copy, most: int) -> Copy:
         return grid
     parts = -(-grid.length // most)
     skip = (np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)) * most
-    src, dst, length = (np.repeat(one, parts) for one in (grid.src, grid.dst, grid.length))
-    pools = (grid.src_pool, grid.dst_pool)
-    return Copy(*pools, src + skip, dst + skip, np.minimum(length - skip, most), starts=grid.starts)
+    source, destination, length = (
+        np.repeat(one, parts) for one in (grid.source, grid.destination, grid.length)
+    )
+    pools = (grid.source_pool, grid.destination_pool)
+    return Copy(
+        *pools,
+        source + skip,
+        destination + skip,
+        np.minimum(length - skip, most),
+        starts=grid.starts,
+    )
 
 
 class _SortedTiles(NamedTuple):
@@ -154,7 +169,7 @@ class _SortedTiles(NamedTuple):
     """The source offset of each tile, plus `far` times the number of its block."""
     reached: Int64s
     """The largest end of each tile and all tiles before it, in the same units as `start`."""
-    dst: Int64s
+    destination: Int64s
     length: Int64s
     place: Int64s
     """The position of each tile in the concatenation of everything that is read."""
@@ -169,38 +184,38 @@ class _SortedTiles(NamedTuple):
         """
         grid, extent = tiles[0].grid, max(one.extent for one in tiles)
         far = 1 + max(one.source_stop for one in tiles)
-        apart = _blocks(grid.src[spans], grid.dst[spans], extent) * far
+        apart = _blocks(grid.source[spans], grid.destination[spans], extent) * far
         starts, stops, targets, lengths = [], [], [], []
         for one in tiles:
-            at, length = one.grid.src[spans] + apart, one.grid.length[spans]
-            starts.append((at[:, None] + one.src).reshape(-1))
-            stops.append(((at + length + one.reach)[:, None] + one.src).reshape(-1))
-            targets.append((one.grid.dst[spans, None] + one.dst).reshape(-1))
-            lengths.append(np.repeat(length, len(one.src)))
+            at, length = one.grid.source[spans] + apart, one.grid.length[spans]
+            starts.append((at[:, None] + one.source).reshape(-1))
+            stops.append(((at + length + one.reach)[:, None] + one.source).reshape(-1))
+            targets.append((one.grid.destination[spans, None] + one.destination).reshape(-1))
+            lengths.append(np.repeat(length, len(one.source)))
         owner = np.repeat(np.arange(len(tiles)), [len(one) for one in starts])
         start = np.concatenate(starts)
         order = np.argsort(start, kind="stable")
         columns = (owner, start, *map(np.concatenate, (stops, targets, lengths)))
-        owner, start, stop, dst, length = (column[order] for column in columns)
+        owner, start, stop, destination, length = (column[order] for column in columns)
         reached = np.maximum.accumulate(stop)
         skipped = np.maximum(0, start[1:] - reached[:-1]).cumsum()
         place = start - start[0]
         place[1:] -= skipped
-        return cls(tiles, owner, start, reached, dst, length, place, far)
+        return cls(tiles, owner, start, reached, destination, length, place, far)
 
-    def batches(self, room: int) -> Iterator[LandingBatch]:
+    def batches(self, room: int) -> Iterator[CoalescedBatch]:
         """Yield the tiles in batches of at most `room` bytes."""
         cuts = self._cuts(room)
         gaps = np.flatnonzero(self.start[1:] > self.reached[:-1]) + 1
         runs = np.union1d(gaps, cuts[:-1])
         length = self.reached[np.append(runs[1:], len(self.start)) - 1] - self.start[runs]
-        src, firsts = self.start[runs] % self.far, np.searchsorted(runs, cuts).tolist()
+        source, firsts = self.start[runs] % self.far, np.searchsorted(runs, cuts).tolist()
         alike = [part for number in range(len(self.tiles)) for part in self._alike(number, cuts)]
-        pool = self.tiles[0].grid.src_pool
+        pool = self.tiles[0].grid.source_pool
         for number, at in enumerate(self.place[cuts[:-1]].tolist()):
             some = slice(firsts[number], firsts[number + 1])
             placing = [part.placing(number, at) for part in alike]
-            yield LandingBatch(pool, src[some], length[some], [one for one in placing if one])
+            yield CoalescedBatch(pool, source[some], length[some], [one for one in placing if one])
 
     def _cuts(self, room: int) -> list[int]:
         """Divide the tiles into batches of at most `room` bytes.
@@ -228,7 +243,9 @@ class _SortedTiles(NamedTuple):
         for length in np.unique(lengths).tolist():
             some = own[lengths == length]
             cut = np.searchsorted(some, cuts).tolist()
-            yield _AlikeTiles(self.tiles[number], length, self.place[some], self.dst[some], cut)
+            yield _AlikeTiles(
+                self.tiles[number], length, self.place[some], self.destination[some], cut
+            )
 
 
 class _AlikeTiles(NamedTuple):
@@ -237,7 +254,7 @@ class _AlikeTiles(NamedTuple):
     tiles: _Tiles
     length: int
     place: Int64s
-    dst: Int64s
+    destination: Int64s
     cuts: list[int]
 
     def placing(self, batch: int, at: int) -> Placing | None:
@@ -248,17 +265,17 @@ class _AlikeTiles(NamedTuple):
         some = slice(self.cuts[batch], self.cuts[batch + 1])
         if some.start == some.stop:
             return None
-        outer = _nested(self.place[some] - at, self.dst[some])
-        nested = NestedSteps(outer.src, outer.dst, outer.steps + self.tiles.steps)
-        return Placing(self.tiles.grid.dst_pool, nested, self.length)
+        outer = _nested(self.place[some] - at, self.destination[some])
+        nested = NestedSteps(outer.source, outer.destination, outer.steps + self.tiles.steps)
+        return Placing(self.tiles.grid.destination_pool, nested, self.length)
 
 
-def _nested(src: Int64s, dst: Int64s) -> NestedSteps:
+def _nested(source: Int64s, destination: Int64s) -> NestedSteps:
     """Return offsets as nested strides. Strides that several batches share are cached."""
-    if len(src) > _KEPT:
-        return NestedSteps.of(src, dst)
-    found = _steps_of((src - src[0]).tobytes(), (dst - dst[0]).tobytes())
-    return NestedSteps(found.src + src[0], found.dst + dst[0], found.steps)
+    if len(source) > _KEPT:
+        return NestedSteps.of(source, destination)
+    found = _steps_of((source - source[0]).tobytes(), (destination - destination[0]).tobytes())
+    return NestedSteps(found.source + source[0], found.destination + destination[0], found.steps)
 
 
 @lru_cache(maxsize=32)
@@ -269,12 +286,12 @@ def _tiled(
 
     The result is cached, because all requests of a route share it.
     """
-    nested = NestedSteps.of(starts.src, starts.dst)
+    nested = NestedSteps.of(starts.source, starts.destination)
     nbytes, reach, extent, dense = length, 0, 0, list[Steps]()
-    for one in sorted(nested.steps, key=lambda one: abs(one.src)):
-        extent, nbytes = extent + (one.times - 1) * one.src, nbytes * one.times
-        if one.src < 0 or extent + length > _SPARSE * nbytes:
-            extent -= (one.times - 1) * one.src
+    for one in sorted(nested.steps, key=lambda one: abs(one.source)):
+        extent, nbytes = extent + (one.times - 1) * one.source, nbytes * one.times
+        if one.source < 0 or extent + length > _SPARSE * nbytes:
+            extent -= (one.times - 1) * one.source
             break
         if extent + length <= most:
             dense.append(one)
@@ -284,22 +301,22 @@ def _tiled(
 
 
 @lru_cache(maxsize=256)
-def _steps_of(src: bytes, dst: bytes) -> NestedSteps:
-    return NestedSteps.of(np.frombuffer(src, np.int64), np.frombuffer(dst, np.int64))
+def _steps_of(source: bytes, destination: bytes) -> NestedSteps:
+    return NestedSteps.of(np.frombuffer(source, np.int64), np.frombuffer(destination, np.int64))
 
 
-def _blocks(src: Int64s, dst: Int64s, extent: int) -> Int64s:
+def _blocks(source: Int64s, destination: Int64s, extent: int) -> Int64s:
     """Return a group number for each span. Spans that interleave at the source share a number.
 
     A span stands for several runs, which begin within `extent` bytes at the source. Groups are
     numbered in the order of their destinations, so that neighbours at the destination are in one
     batch if there is room.
     """
-    order = np.argsort(src, kind="stable")
-    block = np.empty_like(src)
-    block[order] = np.cumsum(np.append(0, np.diff(src[order]) > extent))
+    order = np.argsort(source, kind="stable")
+    block = np.empty_like(source)
+    block[order] = np.cumsum(np.append(0, np.diff(source[order]) > extent))
     first = np.full(int(block.max()) + 1, INT64_MAX)
-    np.minimum.at(first, block, dst)
+    np.minimum.at(first, block, destination)
     rank = np.empty_like(first)
     rank[np.argsort(first, kind="stable")] = np.arange(len(first))
     numbers: Int64s = rank[block]

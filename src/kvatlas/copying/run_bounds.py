@@ -56,14 +56,26 @@ that start at 0..60, in 64 bytes. Pass pools by index, each as large as in the p
     return at, length
 
 
-def check_nested(src: Bytes, dst: Bytes, places: NestedSteps, length: int) -> NestedSteps:
+def check_nested(
+    source: Bytes, destination: Bytes, places: NestedSteps, length: int
+) -> NestedSteps:
     """Return `places` with int64 starts, or raise an error if a run leaves its buffer."""
     nbytes = positive(length, "the length of runs")
     for one in places.steps:
         positive(one.times, "the number of steps")
     ends = (
-        (_offsets(places.src), [(one.times - 1) * one.src for one in places.steps], src, False),
-        (_offsets(places.dst), [(one.times - 1) * one.dst for one in places.steps], dst, True),
+        (
+            _offsets(places.source),
+            [(one.times - 1) * one.source for one in places.steps],
+            source,
+            False,
+        ),
+        (
+            _offsets(places.destination),
+            [(one.times - 1) * one.destination for one in places.steps],
+            destination,
+            True,
+        ),
     )
     if len(ends[0][0]) != len(ends[1][0]):
         got = f"{len(ends[0][0])} at the source, {len(ends[1][0])} at the destination"

@@ -95,44 +95,51 @@ def piece_checksum(piece: Any) -> int:
 
 def copy_request(
     route: Route,
-    src: Mapping[int, Mapping[int, Bytes]],
-    dst: Mapping[int, Mapping[int, Bytes]],
+    source: Mapping[int, Mapping[int, Bytes]],
+    destination: Mapping[int, Mapping[int, Bytes]],
     *,
-    src_blocks: Any,
-    dst_blocks: Any,
+    source_blocks: Any,
+    destination_blocks: Any,
     tokens: Any,
 ) -> int:
     """Copy a request between ranks in this process. Return the number of bytes written.
 
-    `src` and `dst` are byte arrays by rank, then by pool index. If the route converts, so does the
-    copy.
+    `source` and `destination` are byte arrays by rank, then by pool index. If the route converts,
+    so does the copy.
 
     >>> import numpy as np
     >>> from kvatlas.planning import plan
     >>> from kvatlas.routing import route
     >>> made = plan("Qwen3-8B", memory="64MiB", max_len=64)
     >>> pools = [{0: {0: np.full(made.pools[0].nbytes, n, np.uint8)}} for n in (1, 2)]
-    >>> copy_request(route(made, made), *pools, src_blocks=[3], dst_blocks=[0], tokens=16)
+    >>> way = route(made, made)
+    >>> copy_request(way, *pools, source_blocks=[3], destination_blocks=[0], tokens=16)
     2359296
     >>> int((pools[1][0][0] == 1).sum())
     2359296
     """
     moved = 0
-    for dst_rank in dst:
+    for destination_rank in destination:
         pools = rank_pools(
-            route.dst, checked_rank(route.dst, dst_rank, "destination"), dst[dst_rank]
+            route.destination,
+            checked_rank(route.destination, destination_rank, "destination"),
+            destination[destination_rank],
         )
-        for src_rank in route.sources(dst_rank):
-            if src_rank not in src:
+        for source_rank in route.sources(destination_rank):
+            if source_rank not in source:
                 problem, hint = (
                     "The memory of a source rank is missing",
                     "Pass the pools of every source rank",
                 )
-                got = f"ranks {list(src)}, without rank {src_rank}"
+                got = f"ranks {list(source)}, without rank {source_rank}"
                 raise AtlasError(Code.BAD_RANK, problem, got=got, hint=hint)
-            held = rank_pools(route.src, src_rank, src[src_rank])
-            ask: dict[str, Any] = {"src_rank": src_rank, "dst_rank": dst_rank, "tokens": tokens}
-            ask.update(src_blocks=src_blocks, dst_blocks=dst_blocks)
+            held = rank_pools(route.source, source_rank, source[source_rank])
+            ask: dict[str, Any] = {
+                "source_rank": source_rank,
+                "destination_rank": destination_rank,
+                "tokens": tokens,
+            }
+            ask.update(source_blocks=source_blocks, destination_blocks=destination_blocks)
             if route.conversion is not None:
                 moved += _convert_pools(route.converted(**ask), held, pools)
                 continue
@@ -143,13 +150,13 @@ def copy_request(
 
 
 def _convert_pools(
-    stream: ConvertedStream, src: Mapping[int, Bytes], dst: Mapping[int, Bytes]
+    stream: ConvertedStream, source: Mapping[int, Bytes], destination: Mapping[int, Bytes]
 ) -> int:
     """Copy and convert a stream between pools. Return the number of bytes written."""
     return convert_parts(
         stream.parts(),
-        lambda copies, cells: gather(copies, src, cells),
-        lambda copies, cells: scatter(copies, cells, dst),
+        lambda copies, cells: gather(copies, source, cells),
+        lambda copies, cells: scatter(copies, cells, destination),
     )
 
 
@@ -180,5 +187,5 @@ def _converted(part: ConvertedPart, cells: Any) -> Any:
     """
     from kvatlas.kernels.cell_conversion import convert_cells  # imports torch
 
-    src, dst = part.formats
-    return convert_cells(cells.reshape(-1, src.nbytes), src, dst).reshape(-1)
+    source, destination = part.formats
+    return convert_cells(cells.reshape(-1, source.nbytes), source, destination).reshape(-1)

@@ -206,7 +206,7 @@ class TorchPreparedRuns(PreparedRuns):
         """Launches by table. The others are made on first use: most copies use the first table."""
         self._launched = 0
 
-    def post(self, src: Tables, dst: Tables) -> Posted | None:
+    def post(self, source: Tables, destination: Tables) -> Posted | None:
         """Write the block ids to a pinned table and launch. Return None if no table is free."""
         queue = self._queue
         with queue.lock, queue.driver.on(queue.number):
@@ -214,7 +214,7 @@ class TorchPreparedRuns(PreparedRuns):
             if table is None:
                 return None
             try:
-                return self._post(table, (src, dst))
+                return self._post(table, (source, destination))
             except BaseException:
                 queue.wait_for_launches()
                 raise
@@ -326,13 +326,17 @@ def _copies(
 
     ids = {(one.end, one.group): one.among(table.pinned) for one in groups}
     copies = []
-    for source, target, pattern, blocks in patterns:
+    for read_at, write_at, pattern, blocks in patterns:
         made = pattern.template
         spans = BlockSpans(made.entries, made.offsets, made.length, pattern.strides, blocks)
-        src, dst = ids[0, pattern.groups[0]], ids[1, pattern.groups[1]]
+        source, destination = ids[0, pattern.groups[0]], ids[1, pattern.groups[1]]
         starts = queue.placed(made.starts.ends)
         with queue.on_stream():
-            copies.append(RepeatedCopy((source, target), starts, spans, (src, dst), queue.programs))
+            copies.append(
+                RepeatedCopy(
+                    (read_at, write_at), starts, spans, (source, destination), queue.programs
+                )
+            )
     return copies
 
 

@@ -115,27 +115,29 @@ def join_ranges(starts: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s]:
     return starts[first], np.add.reduceat(lengths, np.flatnonzero(first))
 
 
-def join_copies(src: Int64s, dst: Int64s, length: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Sort the byte ranges of a copy by `dst`; join ranges adjacent in both `src` and `dst`.
+def join_copies(
+    source: Int64s, destination: Int64s, length: Int64s
+) -> tuple[Int64s, Int64s, Int64s]:
+    """Sort the byte ranges of a copy by `destination`; join ranges that are adjacent at both ends.
 
     >>> join_copies(np.array([8, 0, 32]), np.array([108, 100, 200]), np.array([4, 8, 4]))
     (array([ 0, 32]), array([100, 200]), array([12,  4]))
     """
-    if len(src) < 2:
-        return src, dst, length
-    ahead = np.diff(dst)
+    if len(source) < 2:
+        return source, destination, length
+    ahead = np.diff(destination)
     nearest = int(ahead.min())
     if nearest > int(length.max()):
-        return src, dst, length  # sorted, with a gap after every range
+        return source, destination, length  # sorted, with a gap after every range
     if nearest <= 0:
-        order = np.argsort(dst, kind="stable")
-        src, dst, length = src[order], dst[order], length[order]
-        ahead = np.diff(dst)
-    apart = (ahead != length[:-1]) | (np.diff(src) != length[:-1])
+        order = np.argsort(destination, kind="stable")
+        source, destination, length = source[order], destination[order], length[order]
+        ahead = np.diff(destination)
+    apart = (ahead != length[:-1]) | (np.diff(source) != length[:-1])
     if bool(apart.all()):
-        return src, dst, length
+        return source, destination, length
     first = np.concatenate(([0], np.flatnonzero(apart) + 1))
-    return src[first], dst[first], np.add.reduceat(length, first)
+    return source[first], destination[first], np.add.reduceat(length, first)
 
 
 def fill_descriptors(

@@ -56,18 +56,18 @@ def append(first: Placement, second: Placement, *, axis: str) -> Placement:
     return first.replace_axes(place, place + 1, (axis, size + second.size(axis), step))
 
 
-def tile_alike(src: Placement, dst: Placement) -> tuple[Placement, Placement]:
-    """Split axis C of `src` or `dst` into tiles (axes C and c) if only the other one is tiled.
+def tile_alike(source: Placement, destination: Placement) -> tuple[Placement, Placement]:
+    """Split axis C of one placement into tiles (axes C and c) if only the other one is tiled.
 
     >>> row, tiles = Placement.packed([("C", 8)]), Placement.packed([("C", 2), ("c", 4)])
     >>> tile_alike(row, tiles) == tile_alike(tiles, row) == (tiles, tiles)
     True
     """
-    if "c" in src.axes and "c" not in dst.axes:
-        return src, dst.split("C", into=("C", "c"), inner=src.size("c"))
-    if "c" in dst.axes and "c" not in src.axes:
-        return src.split("C", into=("C", "c"), inner=dst.size("c")), dst
-    return src, dst
+    if "c" in source.axes and "c" not in destination.axes:
+        return source, destination.split("C", into=("C", "c"), inner=source.size("c"))
+    if "c" in destination.axes and "c" not in source.axes:
+        return source.split("C", into=("C", "c"), inner=destination.size("c")), destination
+    return source, destination
 
 
 def fold_beside(*ends: Placement, axis: str) -> tuple[Placement, ...]:

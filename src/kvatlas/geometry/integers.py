@@ -123,7 +123,7 @@ def natural(value: Any, what: str) -> int:
     return number
 
 
-def duration(seconds: Any, most: float = MOST_SECONDS) -> float:
+def duration(timeout: Any, most: float = MOST_SECONDS) -> float:
     """Return a timeout in seconds as a float; a negative timeout becomes 0.
 
     Anything but a number up to `most` raises an error. This includes NaN, because a deadline
@@ -135,9 +135,9 @@ def duration(seconds: Any, most: float = MOST_SECONDS) -> float:
     Traceback (most recent call last):
     kvatlas.errors.AtlasError: A timeout must be a number of at most 86,400 seconds. Got nan...
     """
-    number = isinstance(seconds, Real) and not isinstance(seconds, bool)
-    if not number or not seconds <= most:
+    number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+    if not number or not timeout <= most:
         problem = f"A timeout must be a number of at most {most:,} seconds"
         hint = "Pass a number of seconds; call again to wait longer"
-        raise AtlasError(Code.BAD_QUANTITY, problem, got=repr(seconds)[:100], hint=hint)
-    return max(0.0, float(seconds))
+        raise AtlasError(Code.BAD_QUANTITY, problem, got=repr(timeout)[:100], hint=hint)
+    return max(0.0, float(timeout))

@@ -14,45 +14,46 @@ from kvatlas.geometry.address_arrays import Int64s, outer_sum
 
 
 class Steps(NamedTuple):
-    """`times` offsets, `src` bytes apart at the source and `dst` bytes apart at the destination.
+    """`times` offsets: `source` bytes apart at one end, `destination` bytes apart at the other.
 
     >>> NestedSteps.of(np.array([0, 8, 16]), np.array([0, 5, 10])).steps
-    (Steps(times=3, src=8, dst=5),)
+    (Steps(times=3, source=8, destination=5),)
     """
 
     times: int
-    src: int
-    dst: int
+    source: int
+    destination: int
 
 
 class NestedSteps(NamedTuple):
     """Offsets at source and destination: base offsets, each repeated along the nested steps.
 
-    >>> NestedSteps.of(np.array([0, 7, 9]), np.array([0, 1, 2])).src  # irregular: no steps
+    >>> NestedSteps.of(np.array([0, 7, 9]), np.array([0, 1, 2])).source  # irregular: no steps
     array([0, 7, 9])
     """
 
-    src: Int64s
-    dst: Int64s
+    source: Int64s
+    destination: Int64s
     steps: tuple[Steps, ...]
     """The nested steps, outermost first."""
 
     @classmethod
-    def of(cls, src: Int64s, dst: Int64s) -> NestedSteps:
+    def of(cls, source: Int64s, destination: Int64s) -> NestedSteps:
         """Return the offsets of a copy as nested steps with as few base offsets as possible.
 
         The order of the offsets does not change.
 
-        >>> src, dst = np.array([0, 1, 2, 8, 9, 10]), np.array([0, 4, 8, 100, 104, 108])
-        >>> NestedSteps.of(src, dst)  # doctest: +NORMALIZE_WHITESPACE
-        NestedSteps(src=array([0]), dst=array([0]),
-                    steps=(Steps(times=2, src=8, dst=100), Steps(times=3, src=1, dst=4)))
+        >>> source, destination = np.array([0, 1, 2, 8, 9, 10]), np.array([0, 4, 8, 100, 104, 108])
+        >>> NestedSteps.of(source, destination)  # doctest: +NORMALIZE_WHITESPACE
+        NestedSteps(source=array([0]), destination=array([0]),
+                    steps=(Steps(times=2, source=8, destination=100),
+                           Steps(times=3, source=1, destination=4)))
         """
         steps: list[Steps] = []
-        while (found := _innermost(src, dst)) is not None:
+        while (found := _innermost(source, destination)) is not None:
             steps.append(found)
-            src, dst = src[:: found.times], dst[:: found.times]
-        return cls(src, dst, tuple(reversed(steps)))
+            source, destination = source[:: found.times], destination[:: found.times]
+        return cls(source, destination, tuple(reversed(steps)))
 
     def written_out(self, steps: tuple[Steps, ...]) -> tuple[Int64s, Int64s]:
         """Return (source offsets, destination offsets): base offsets, each repeated along `steps`.
@@ -61,20 +62,22 @@ class NestedSteps(NamedTuple):
         >>> nested.written_out(nested.steps)
         (array([ 0,  8, 16]), array([ 0,  5, 10]))
         """
-        src = outer_sum([self.src, *(np.arange(one.times) * one.src for one in steps)])
-        dst = outer_sum([self.dst, *(np.arange(one.times) * one.dst for one in steps)])
-        return src, dst
+        source = outer_sum([self.source, *(np.arange(one.times) * one.source for one in steps)])
+        destination = outer_sum(
+            [self.destination, *(np.arange(one.times) * one.destination for one in steps)]
+        )
+        return source, destination
 
 
-def _innermost(src: Int64s, dst: Int64s) -> Steps | None:
+def _innermost(source: Int64s, destination: Int64s) -> Steps | None:
     """Return the innermost steps that repeat throughout all offsets; None if there are none."""
-    if len(src) < 2:
+    if len(source) < 2:
         return None
-    by_src, by_dst = np.diff(src), np.diff(dst)
-    step = Steps(0, int(by_src[0]), int(by_dst[0]))
-    alike = (by_src == step.src) & (by_dst == step.dst)
-    count = len(src) if alike.all() else int(alike.argmin()) + 1
-    if count < 2 or len(src) % count:
+    by_source, by_destination = np.diff(source), np.diff(destination)
+    step = Steps(0, int(by_source[0]), int(by_destination[0]))
+    alike = (by_source == step.source) & (by_destination == step.destination)
+    count = len(source) if alike.all() else int(alike.argmin()) + 1
+    if count < 2 or len(source) % count:
         return None
     # The jump from the end of one series of steps to the start of the next may be anything.
     inside = np.append(alike, True).reshape(-1, count)[:, :-1]

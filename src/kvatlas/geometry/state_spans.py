@@ -87,18 +87,20 @@ class StateSpans(NamedTuple):
     """Spans of states: their starts at both ends and their lengths in states.
 
     >>> spans = StateSpans.between(8, 40, StateBlocks(16), StateBlocks(32))
-    >>> spans.length, spans.src.entry, spans.dst.entry, spans.dst.state
+    >>> spans.length, spans.source.entry, spans.destination.entry, spans.destination.state
     (array([ 8, 16,  8]), array([0, 1, 2]), array([0, 0, 1]), array([ 8, 16,  0]))
     """
 
-    src: SpanStarts
-    dst: SpanStarts
+    source: SpanStarts
+    destination: SpanStarts
     length: Int64s
 
     @classmethod
-    def between(cls, first: int, stop: int, src: StateBlocks, dst: StateBlocks) -> StateSpans:
+    def between(
+        cls, first: int, stop: int, source: StateBlocks, destination: StateBlocks
+    ) -> StateSpans:
         """Return spans of the states that both ends hold, among states first .. stop - 1."""
-        return CommonStates.between(first, stop, src, dst).spans()
+        return CommonStates.between(first, stop, source, destination).spans()
 
 
 class CommonStates(NamedTuple):
@@ -118,17 +120,22 @@ class CommonStates(NamedTuple):
     steps: tuple[int, int]
 
     @classmethod
-    def between(cls, first: int, stop: int, src: StateBlocks, dst: StateBlocks) -> CommonStates:
+    def between(
+        cls, first: int, stop: int, source: StateBlocks, destination: StateBlocks
+    ) -> CommonStates:
         """Return the states that both ends hold, among states first .. stop - 1 of a request."""
-        period = lcm(src.every, dst.every)
-        steps = (period // src.every, period // dst.every)
-        common = src.first_common(dst)
+        period = lcm(source.every, destination.every)
+        steps = (period // source.every, period // destination.every)
+        common = source.first_common(destination)
         if common is None or first >= stop:
-            return cls((src, dst), 0, (0, 0), steps)
+            return cls((source, destination), 0, (0, 0), steps)
         start = common + max(0, ceil_div(first - common, period)) * period
         count = max(0, ceil_div(stop - start, period))
-        local = ((start - src.residue) // src.every, (start - dst.residue) // dst.every)
-        return cls((src, dst), count, local, steps)
+        local = (
+            (start - source.residue) // source.every,
+            (start - destination.residue) // destination.every,
+        )
+        return cls((source, destination), count, local, steps)
 
     @property
     def side_by_side(self) -> bool:
@@ -176,16 +183,18 @@ class CommonStates(NamedTuple):
     def spans(self, first: int = 0, stop: int | None = None) -> StateSpans:
         """Return the spans of common states first .. stop - 1; by default, of all common states."""
         count = max(0, (self.total if stop is None else stop) - first)
-        src, dst = (self.local[end] + first * self.steps[end] for end in (0, 1))
+        source, destination = (self.local[end] + first * self.steps[end] for end in (0, 1))
         size = min(one.states for one in self.ends) if self.side_by_side else 1
         refuse_too_many(count // size, "spans of states")
         if self.side_by_side:
-            begins = _block_starts([(self.ends[0].states, src), (self.ends[1].states, dst)], count)
+            begins = _block_starts(
+                [(self.ends[0].states, source), (self.ends[1].states, destination)], count
+            )
         else:
             begins = np.arange(count)
         return StateSpans(
-            self.ends[0].locate(src + begins * self.steps[0]),
-            self.ends[1].locate(dst + begins * self.steps[1]),
+            self.ends[0].locate(source + begins * self.steps[0]),
+            self.ends[1].locate(destination + begins * self.steps[1]),
             np.diff(begins, append=count),
         )
 

@@ -54,27 +54,33 @@ class StridedRuns(NamedTuple):
     item: int
 
     @classmethod
-    def between(cls, src: Placement, dst: Placement) -> StridedRuns:
-        """Return the runs that copy a field from placement `src` to placement `dst`.
+    def between(cls, source: Placement, destination: Placement) -> StridedRuns:
+        """Return the runs that copy a field from placement `source` to placement `destination`.
 
         Both placements must have the same axes, except for blocks, kernel blocks and states.
         """
-        inner = [axis for axis in src.axes if axis not in _OPEN]
-        unlike = sorted(inner) != sorted(axis for axis in dst.axes if axis not in _OPEN)
-        if unlike or src.item != dst.item or any(src.size(a) != dst.size(a) for a in inner):
+        inner = [axis for axis in source.axes if axis not in _OPEN]
+        unlike = sorted(inner) != sorted(axis for axis in destination.axes if axis not in _OPEN)
+        if (
+            unlike
+            or source.item != destination.item
+            or any(source.size(a) != destination.size(a) for a in inner)
+        ):
             problem = "The two ends of a copy must have equal axes, sizes and item sizes"
             hint = "Narrow and split both ends to the part that they share"
-            raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=(src, dst), hint=hint)
-        ends = (src, dst)
-        sizes = [src.size(axis) for axis in inner]
-        fold = coalesce(inner, sizes, [[end.stride(a) for a in inner] for end in ends], src.item)
-        block, kernel, state = ((_stride(src, axis), _stride(dst, axis)) for axis in _OPEN)
-        strides, offsets = (fold.strides[0], fold.strides[1]), (src.offset, dst.offset)
+            raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=(source, destination), hint=hint)
+        ends = (source, destination)
+        sizes = [source.size(axis) for axis in inner]
+        fold = coalesce(inner, sizes, [[end.stride(a) for a in inner] for end in ends], source.item)
+        block, kernel, state = (
+            (_stride(source, axis), _stride(destination, axis)) for axis in _OPEN
+        )
+        strides, offsets = (fold.strides[0], fold.strides[1]), (source.offset, destination.offset)
         return cls(block, kernel, state, fold.sizes, strides, offsets, fold.item)
 
-    def shift(self, src: int, dst: int) -> StridedRuns:
-        """Add `src` bytes to the source offset and `dst` bytes to the destination offset."""
-        at = (self.offsets[0] + src, self.offsets[1] + dst)
+    def shift(self, source: int, destination: int) -> StridedRuns:
+        """Add `source` bytes to the source's offset, and `destination` bytes to the other."""
+        at = (self.offsets[0] + source, self.offsets[1] + destination)
         return StridedRuns(*self[:5], at, self.item)
 
     def with_item(self, item: int) -> StridedRuns:
@@ -113,7 +119,10 @@ class StridedRuns(NamedTuple):
         both ends are joined. `whole` says that the states of a kernel block are already folded
         into the item.
         """
-        src, dst = self._starts(0, spans.src, ids[0]), self._starts(1, spans.dst, ids[1])
+        source, destination = (
+            self._starts(0, spans.source, ids[0]),
+            self._starts(1, spans.destination, ids[1]),
+        )
         count = spans.length
         if whole or int(count.max()) == 1:
             length = np.full(len(count), self.item, dtype=np.int64)
@@ -122,10 +131,10 @@ class StridedRuns(NamedTuple):
         else:
             # States with gaps between them at either end are copied one by one.
             nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-            src = np.repeat(src, count) + nth * self.state_strides[0]
-            dst = np.repeat(dst, count) + nth * self.state_strides[1]
+            source = np.repeat(source, count) + nth * self.state_strides[0]
+            destination = np.repeat(destination, count) + nth * self.state_strides[1]
             length = np.full(len(nth), self.item, dtype=np.int64)
-        return join_copies(src, dst, length) if join else (src, dst, length)
+        return join_copies(source, destination, length) if join else (source, destination, length)
 
     def _starts(self, end: int, starts: SpanStarts, ids: Int64s) -> Int64s:
         """Return the byte offset of each span at one end, to be added to `item_offsets`."""
@@ -174,8 +183,8 @@ def fold_states(families: Iterable[StridedRuns], states: int) -> list[StridedRun
     for runs in families:
         kind = (runs[:5], runs.item)
         if kind not in kinds:
-            src, dst = ((*runs.strides[end], runs.state_strides[end]) for end in (0, 1))
-            wider = runs._replace(sizes=(*runs.sizes, states), strides=(src, dst))
+            source, destination = ((*runs.strides[end], runs.state_strides[end]) for end in (0, 1))
+            wider = runs._replace(sizes=(*runs.sizes, states), strides=(source, destination))
             kinds[kind] = (wider if states > 1 else runs)._replace(state_strides=(0, 0)).folded()
         folded.append(kinds[kind]._replace(offsets=runs.offsets))
     return merge_runs(folded)

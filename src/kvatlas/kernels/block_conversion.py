@@ -20,11 +20,11 @@ _ONE = TensorScales()
 def convert_blocks(
     source: LayerCache,
     ids: torch.Tensor,
-    target: LayerCache,
+    destination: LayerCache,
     places: torch.Tensor,
     *,
-    src_scales: TensorScales = _ONE,
-    dst_scales: TensorScales = _ONE,
+    source_scales: TensorScales = _ONE,
+    destination_scales: TensorScales = _ONE,
 ) -> None:
     """Convert blocks `ids` of the source into blocks `places` of the target.
 
@@ -34,16 +34,16 @@ def convert_blocks(
     encoded and written in separate steps.
     """
     check_pairs(ids, places)
-    elements = all(CellFormat(layer.spec).by_element for layer in (source, target))
-    if elements and (gpu := gpu_kernels(source.buffer, target.buffer)):
-        scales = {"src_scales": [src_scales], "dst_scales": [dst_scales]}
-        gpu.BlockConversion([source], [target], **scales)(ids, places)
+    elements = all(CellFormat(layer.spec).by_element for layer in (source, destination))
+    if elements and (gpu := gpu_kernels(source.buffer, destination.buffer)):
+        scales = {"source_scales": [source_scales], "destination_scales": [destination_scales]}
+        gpu.BlockConversion([source], [destination], **scales)(ids, places)
         return
-    ids, places = block_ids(source, ids), block_ids(target, places)
+    ids, places = block_ids(source, ids), block_ids(destination, places)
     if isinstance(source.spec, Recurrent):
-        write_states(target, read_states(source, ids), places)
+        write_states(destination, read_states(source, ids), places)
         return
-    states = [layer.kernel_blocks.size("N") for layer in (source, target)]
+    states = [layer.kernel_blocks.size("N") for layer in (source, destination)]
     if states[0] != states[1]:
         problem = "Both layers must have the same number of states per block"
         hint = "Use kvatlas.route, which converts between block sizes"
@@ -52,10 +52,10 @@ def convert_blocks(
     within = torch.arange(states[0], device=ids.device)
     slots, into = ((some[:, None] * states[0] + within).flatten() for some in (ids, places))
     if isinstance(source.spec, Attention):
-        k, v = read(source, slots, k_scale=src_scales.k, v_scale=src_scales.v)
-        write(target, k, v, into, k_scale=dst_scales.k, v_scale=dst_scales.v)
+        k, v = read(source, slots, k_scale=source_scales.k, v_scale=source_scales.v)
+        write(destination, k, v, into, k_scale=destination_scales.k, v_scale=destination_scales.v)
     elif isinstance(source.spec, LatentAttention):
-        latent, rope = read_latent(source, slots, kv_scale=src_scales.k)
-        write_latent(target, latent, rope, into, kv_scale=dst_scales.k)
+        latent, rope = read_latent(source, slots, kv_scale=source_scales.k)
+        write_latent(destination, latent, rope, into, kv_scale=destination_scales.k)
     else:
-        write_rows(target, read_rows(source, slots), into)
+        write_rows(destination, read_rows(source, slots), into)

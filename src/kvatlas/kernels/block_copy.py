@@ -19,21 +19,23 @@ from kvatlas.kernels.table_checks import check_pairs, race
 
 
 def copy_blocks(
-    source: LayerCache, ids: torch.Tensor, target: LayerCache, places: torch.Tensor
+    source: LayerCache, ids: torch.Tensor, destination: LayerCache, places: torch.Tensor
 ) -> None:
     """Copy blocks `ids` of the source to blocks `places` of the target, across layouts.
 
     A cell is all bytes of one head and token. Whole cells are copied if fields (K, V, scales) have
     the same offsets in the cells of both layers. Otherwise each field is copied separately.
     """
-    if gpu := gpu_kernels(source.buffer, target.buffer):
-        gpu.copy_blocks(source, ids, target, places)
+    if gpu := gpu_kernels(source.buffer, destination.buffer):
+        gpu.copy_blocks(source, ids, destination, places)
         return
     check_pairs(ids, places)
-    ids, places = block_ids(source, ids), block_ids(target, places)
-    _check_races(source, ids, target, places)
-    for a, b in placements_to_copy(source, target):
-        move_blocks(StridedBlocks(source.buffer, a), ids, StridedBlocks(target.buffer, b), places)
+    ids, places = block_ids(source, ids), block_ids(destination, places)
+    _check_races(source, ids, destination, places)
+    for a, b in placements_to_copy(source, destination):
+        move_blocks(
+            StridedBlocks(source.buffer, a), ids, StridedBlocks(destination.buffer, b), places
+        )
 
 
 def gather_blocks(

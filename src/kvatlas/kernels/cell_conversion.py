@@ -43,7 +43,7 @@ _LOOKED_UP = 256 << 10
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def convert_cells(cells: ByteArray, src: CellFormat, dst: CellFormat) -> ByteArray:
+def convert_cells(cells: ByteArray, source: CellFormat, destination: CellFormat) -> ByteArray:
     """Convert cells [n, bytes] of one format to cells [n, bytes] of another, on the same device.
 
     A cell is all bytes of one head and token.
@@ -59,26 +59,28 @@ def convert_cells(cells: ByteArray, src: CellFormat, dst: CellFormat) -> ByteArr
     if isinstance(cells, np.ndarray):
         if not cells.flags.writeable:
             cells = cells.copy()
-        return convert_cells(torch.from_numpy(cells), src, dst).numpy()
+        return convert_cells(torch.from_numpy(cells), source, destination).numpy()
     if cells.data_ptr() % _ALIGNED:
         cells = cells.clone()
-    made = torch.empty((len(cells), dst.nbytes), dtype=torch.uint8, device=cells.device)
-    if src.by_element and dst.by_element:
-        _convert_elements(cells, src, made, dst)
+    made = torch.empty((len(cells), destination.nbytes), dtype=torch.uint8, device=cells.device)
+    if source.by_element and destination.by_element:
+        _convert_elements(cells, source, made, destination)
         return made
-    each = len(cells) if cells.is_cuda else max(1, _AT_ONCE // max(src.nbytes, dst.nbytes))
+    each = (
+        len(cells) if cells.is_cuda else max(1, _AT_ONCE // max(source.nbytes, destination.nbytes))
+    )
     for first in range(0, len(cells), max(1, each)):
         some, into = cells[first : first + each], made[first : first + each]
-        fields = {row.name: _view(some, row) for row in src.rows}
-        for name, values in _converted(fields, src, dst).items():
-            row = dst.row(name)
+        fields = {row.name: _view(some, row) for row in source.rows}
+        for name, values in _converted(fields, source, destination).items():
+            row = destination.row(name)
             stored = values.contiguous().view(torch.uint8)
             into[:, row.at : row.at + row.nbytes].copy_(stored)
     return made
 
 
 def _convert_elements(
-    cells: torch.Tensor, src: CellFormat, made: torch.Tensor, dst: CellFormat
+    cells: torch.Tensor, source: CellFormat, made: torch.Tensor, destination: CellFormat
 ) -> None:
     """Convert cells from `cells` into `made`, both in element-wise formats.
 
@@ -86,11 +88,11 @@ def _convert_elements(
     """
     spans: dict[tuple[float, float], list[int]] = {}
     at = 0
-    for row in src.rows:
-        scales = src.scale(row.name), dst.scale(row.name)
+    for row in source.rows:
+        scales = source.scale(row.name), destination.scale(row.name)
         span = spans.setdefault(scales, [at, at])
         span[1] = at = at + row.items
-    one, two = src.rows[0].dtype, dst.rows[0].dtype
+    one, two = source.rows[0].dtype, destination.rows[0].dtype
     for scales, (first, stop) in spans.items():
         given = cells.view(torch_dtype(one))[:, first:stop]
         into = made.view(torch_dtype(two))[:, first:stop]
@@ -148,23 +150,26 @@ def _view(cells: torch.Tensor, row: CellRow) -> torch.Tensor:
     return cells.view(dtype)[:, row.at // item : row.at // item + row.items]
 
 
-def _converted(fields: Fields, src: CellFormat, dst: CellFormat) -> Fields:
-    """Return the fields of cells, converted from format `src` to format `dst`."""
-    one: Any = src.spec
-    two: Any = dst.spec
+def _converted(fields: Fields, source: CellFormat, destination: CellFormat) -> Fields:
+    """Return the fields of cells, converted from format `source` to format `destination`."""
+    one: Any = source.spec
+    two: Any = destination.spec
     if isinstance(two, Attention):
-        return {**_side(fields, src, dst, "k"), **_side(fields, src, dst, "v")}
+        return {
+            **_side(fields, source, destination, "k"),
+            **_side(fields, source, destination, "v"),
+        }
     if isinstance(two, LatentAttention):
-        latent, rope = decode_latent(one, fields, scale=src.scales.k)
-        return encode_latent(two, dst.page, latent, rope, scale=dst.scales.k)
+        latent, rope = decode_latent(one, fields, scale=source.scales.k)
+        return encode_latent(two, destination.page, latent, rope, scale=destination.scales.k)
     return encode_rows(two, decode_rows(one, fields))
 
 
-def _side(fields: Fields, src: CellFormat, dst: CellFormat, side: Side) -> Fields:
-    """Return the fields of K or V (`side`), converted from format `src` to format `dst`."""
-    one: Any = src.spec
-    two: Any = dst.spec
-    from_scale, to_scale = (getattr(end.scales, side) for end in (src, dst))
+def _side(fields: Fields, source: CellFormat, destination: CellFormat, side: Side) -> Fields:
+    """Return the fields of K or V (`side`), converted from `source` to `destination`."""
+    one: Any = source.spec
+    two: Any = destination.spec
+    from_scale, to_scale = (getattr(end.scales, side) for end in (source, destination))
     plain = one.cache == "auto"
     rows = fields[side] if plain else decode(one, side, fields, scale=from_scale)
     return encode(two, side, rows, scale=to_scale)

@@ -20,11 +20,15 @@ MOST_PAIRS = 32
 """Maximum number of pairs of ranks whose runs are drawn. The table lists all pairs."""
 
 
-class PairDrawing(msgspec.Struct, frozen=True, kw_only=True):
+_KEYS = {"source_rank": "src_rank", "destination_rank": "dst_rank"}
+"""JSON keys, which the page reads."""
+
+
+class PairDrawing(msgspec.Struct, frozen=True, kw_only=True, rename=_KEYS):
     """The runs from one rank to another."""
 
-    src_rank: int
-    dst_rank: int
+    source_rank: int
+    destination_rank: int
     runs: tuple[tuple[int, int, int, int, int], ...]
     """(source pool, destination pool, source address, destination address, bytes) of each run."""
     counted: int
@@ -43,48 +47,49 @@ class RouteDrawing(msgspec.Struct, frozen=True, kw_only=True):
     pairs: tuple[PairDrawing, ...]
 
 
-def draw_route(src: Plan, dst: Plan, *, tokens: int | None = None) -> RouteDrawing:
+def draw_route(source: Plan, destination: Plan, *, tokens: int | None = None) -> RouteDrawing:
     """Return the drawing of a route for `tokens` tokens: counts of all runs, and runs to draw."""
-    answer = check(src, dst, tokens=tokens)
-    drawn = min(max(src.block_size, dst.block_size), answer.tokens)
-    tables = scattered(src, drawn), scattered(dst, drawn)
+    answer = check(source, destination, tokens=tokens)
+    drawn = min(max(source.block_size, destination.block_size), answer.tokens)
+    tables = scattered(source, drawn), scattered(destination, drawn)
     pairs: tuple[PairDrawing, ...] = ()
     if answer.ok:
-        way = Route(src, dst)
+        way = Route(source, destination)
         shown = answer.pairs[:MOST_PAIRS]
         most = MOST_RUNS // max(1, len(shown))
         pairs = tuple(
-            _pair(way, pair.src_rank, pair.dst_rank, drawn, tables, most) for pair in shown
+            _pair(way, pair.source_rank, pair.destination_rank, drawn, tables, most)
+            for pair in shown
         )
     return RouteDrawing(check=answer.as_dict(), tokens=drawn, tables=tables, pairs=pairs)
 
 
 def _pair(
     way: Route,
-    src_rank: int,
-    dst_rank: int,
+    source_rank: int,
+    destination_rank: int,
     tokens: int,
     tables: tuple[dict[int, list[int]], dict[int, list[int]]],
     most: int,
 ) -> PairDrawing:
     bound = way.bind(
-        src_rank=src_rank,
-        dst_rank=dst_rank,
-        src_blocks=tables[0],
-        dst_blocks=tables[1],
+        source_rank=source_rank,
+        destination_rank=destination_rank,
+        source_blocks=tables[0],
+        destination_blocks=tables[1],
         tokens=tokens,
     )
     counted = len(bound)
     step = -(-counted // most)
     runs: list[tuple[int, int, int, int, int]] = []
     for copy in bound.copies:
-        pools = np.full(len(copy), copy.src_pool), np.full(len(copy), copy.dst_pool)
-        columns: list[Int64s] = [*pools, copy.src, copy.dst, copy.length]
+        pools = np.full(len(copy), copy.source_pool), np.full(len(copy), copy.destination_pool)
+        columns: list[Int64s] = [*pools, copy.source, copy.destination, copy.length]
         sampled = [column[:: max(1, step)].tolist() for column in columns]
         runs += zip(*sampled, strict=True)
     return PairDrawing(
-        src_rank=src_rank,
-        dst_rank=dst_rank,
+        source_rank=source_rank,
+        destination_rank=destination_rank,
         runs=tuple(runs),
         counted=counted,
         nbytes=bound.nbytes,

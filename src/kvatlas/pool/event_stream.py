@@ -163,12 +163,12 @@ class EventSubscriber:
         *,
         replay: str | None = None,
         topic: str = "",
-        patience: float = 5.0,
+        replay_timeout: float = 5.0,
     ) -> None:
         zmq = _zmq()
         if replay is not None:
             _check_address(replay)  # fail now, rather than when the first batch is missing
-        self.patience = duration(patience)
+        self.replay_timeout = duration(replay_timeout)
         """Maximum duration of a replay in seconds."""
         self._replay_endpoint = replay
         self._expected = 0
@@ -251,7 +251,7 @@ class EventSubscriber:
             socket.set_hwm(0)
             socket.connect(self._replay_endpoint)
             socket.send_multipart([b"", _number(first)])
-            end, room = time.monotonic() + self.patience, KEPT_BYTES
+            end, room = time.monotonic() + self.replay_timeout, KEPT_BYTES
             while (left := end - time.monotonic()) > 0 and socket.poll(round(left * 1000)):
                 frames = socket.recv_multipart()
                 if frames[2:3] == [END]:

@@ -31,30 +31,35 @@ class Starts:
     Starts are compared by identity, so that callers can use them as keys of a cache.
     """
 
-    src: Int64s
-    dst: Int64s
+    source: Int64s
+    destination: Int64s
     step: int
     """Smallest distance between two destination offsets; `INT64_MAX` for a single offset."""
     scales: Int64s | None = None
     """Index of each run's scale in `ElementCast.scales`; None if all runs use the first scale."""
 
     @classmethod
-    def of(cls, src: Int64s, dst: Int64s, scales: Int64s | None = None) -> Starts:
-        """Create starts from source and destination offsets, which must be sorted by `dst`."""
-        return cls(src, dst, int(np.diff(dst).min()) if len(dst) > 1 else INT64_MAX, scales)
+    def of(cls, source: Int64s, destination: Int64s, scales: Int64s | None = None) -> Starts:
+        """Create starts from offsets at both ends, which must be sorted by `destination`."""
+        return cls(
+            source,
+            destination,
+            int(np.diff(destination).min()) if len(destination) > 1 else INT64_MAX,
+            scales,
+        )
 
     @property
     def ends(self) -> tuple[Int64s, Int64s]:
         """Source offsets and destination offsets."""
-        return self.src, self.dst
+        return self.source, self.destination
 
     def at(self, end: int) -> Int64s:
         """Return the offsets at one end: 0 for the source, 1 for the destination."""
-        return self.dst if end else self.src
+        return self.destination if end else self.source
 
     def touch(self, near: int, far: int) -> bool:
-        """Return whether two successive starts are `near` apart in `dst` and `far` in `src`."""
-        return bool(((np.diff(self.dst) == near) & (np.diff(self.src) == far)).any())
+        """Return whether successive starts are `near` apart in `destination`, `far` in `source`."""
+        return bool(((np.diff(self.destination) == near) & (np.diff(self.source) == far)).any())
 
 
 ORIGIN = Starts.of(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
@@ -66,9 +71,10 @@ class Copy:
     """Runs to copy from one source pool to one destination pool.
 
     There is one run for every pair of a start and a span. Span i copies `length[i]` bytes from
-    offset `src[i]` to offset `dst[i]`, and a start adds one offset to `src` and one to `dst`. With
-    the single start `ORIGIN`, the spans are the runs. A thousand starts and a thousand spans
-    describe a million runs, and a kernel that adds them needs only two thousand numbers.
+    offset `source[i]` to offset `destination[i]`, and a start adds one offset to `source` and one
+    to `destination`. With the single start `ORIGIN`, the spans are the runs. A thousand starts and
+    a thousand spans describe a million runs, and a kernel that adds them needs only two thousand
+    numbers.
 
     >>> starts = Starts.of(np.array([0, 40]), np.array([0, 8]))
     >>> copy = Copy(0, 0, np.array([100, 200]), np.array([0, 4]), np.array([4, 4]), starts=starts)
@@ -76,10 +82,10 @@ class Copy:
     [[100, 140, 200, 240], [0, 8, 4, 12], [4, 4, 4, 4]]
     """
 
-    src_pool: int
-    dst_pool: int
-    src: Int64s
-    dst: Int64s
+    source_pool: int
+    destination_pool: int
+    source: Int64s
+    destination: Int64s
     length: Int64s
     """Offsets and lengths of the spans. No span is empty."""
     _: KW_ONLY
@@ -89,12 +95,12 @@ class Copy:
     """Element conversion during the copy. If set, offsets and lengths count elements."""
 
     def __len__(self) -> int:
-        return len(self.starts.src) * len(self.length)
+        return len(self.starts.source) * len(self.length)
 
     @property
     def nbytes(self) -> int:
         """Bytes written at the destination."""
-        count = len(self.starts.src) * int(self.length.sum())
+        count = len(self.starts.source) * int(self.length.sum())
         return count if self.cast is None else count * self.cast.target.item
 
     def runs(self) -> tuple[Int64s, Int64s, Int64s]:
@@ -107,30 +113,35 @@ class Copy:
             hint = "Pass the copy to DeviceQueue.post, which casts elements"
             raise AtlasError(Code.CONTRADICTORY, problem, got=f"cast {self.cast}", hint=hint)
         if self.starts is ORIGIN:
-            return self.src, self.dst, self.length
-        ends = zip((self.src, self.dst), self.starts.ends, strict=True)
-        src, dst = ((spans[:, None] + starts).reshape(-1) for spans, starts in ends)
-        return src, dst, np.repeat(self.length, len(self.starts.src))
+            return self.source, self.destination, self.length
+        ends = zip((self.source, self.destination), self.starts.ends, strict=True)
+        source, destination = ((spans[:, None] + starts).reshape(-1) for spans, starts in ends)
+        return source, destination, np.repeat(self.length, len(self.starts.source))
 
     def expanded(self) -> Copy:
         """Return the same runs as spans, with `ORIGIN` as the only start."""
         if self.starts is ORIGIN and self.cast is None:
             return self
-        return Copy(self.src_pool, self.dst_pool, *self.runs())
+        return Copy(self.source_pool, self.destination_pool, *self.runs())
 
     def reversed(self) -> Copy:
         """Return a `Copy` of the runs from destination to source; its only start is `ORIGIN`."""
-        src, dst, length = self.runs()
-        return Copy(self.dst_pool, self.src_pool, dst, src, length)
+        source, destination, length = self.runs()
+        return Copy(self.destination_pool, self.source_pool, destination, source, length)
 
     def descriptors(
-        self, *, src_base: int = 0, dst_base: int = 0, src_device: int = 0, dst_device: int = 0
+        self,
+        *,
+        source_base: int = 0,
+        destination_base: int = 0,
+        source_device: int = 0,
+        destination_device: int = 0,
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         """Return (source rows, destination rows); a row is (address, length, device) of one run."""
-        src, dst, length = self.runs()
+        source, destination, length = self.runs()
         return (
-            _rows(src, length, src_base, src_device),
-            _rows(dst, length, dst_base, dst_device),
+            _rows(source, length, source_base, source_device),
+            _rows(destination, length, destination_base, destination_device),
         )
 
 
@@ -148,16 +159,16 @@ class RepeatedRuns(NamedTuple):
 
         Repeated calls return the same object, so that a device can cache it.
         """
-        if count * len(self.starts.src) > _MOST_STARTS:
+        if count * len(self.starts.source) > _MOST_STARTS:
             return None
         if count not in self.kept:
             nth = np.arange(count)
             steps = zip(self.starts.ends, self.strip.state_strides, strict=True)
-            src, dst = ((at[:, None] + nth * step).reshape(-1) for at, step in steps)
-            order = np.argsort(dst, kind="stable")
+            source, destination = ((at[:, None] + nth * step).reshape(-1) for at, step in steps)
+            order = np.argsort(destination, kind="stable")
             scales = self.starts.scales
             scales = None if scales is None else np.repeat(scales, count)[order]
-            self.kept.setdefault(count, Starts.of(src[order], dst[order], scales))
+            self.kept.setdefault(count, Starts.of(source[order], destination[order], scales))
         made: Starts = self.kept[count]
         return made
 
@@ -167,7 +178,7 @@ class RepeatedRuns(NamedTuple):
         if key not in self.kept:
             starts, some = self.starts, slice(first, stop)
             scales = None if starts.scales is None else starts.scales[some]
-            part = Starts.of(starts.src[some], starts.dst[some], scales)
+            part = Starts.of(starts.source[some], starts.destination[some], scales)
             self.kept.setdefault(key, RepeatedRuns(self.strip, part, {}))
         made: RepeatedRuns = self.kept[key]
         return made
@@ -191,10 +202,10 @@ def compile_pair(pair: GroupPair, strips: Sequence[StridedRuns]) -> CompiledPair
 
     A cell is a kernel block, or several contiguous ones.
     """
-    src, dst = pair.cells
-    fold = pair.per_state is not None and src.states == dst.states
+    source, destination = pair.cells
+    fold = pair.per_state is not None and source.states == destination.states
     return CompiledPair(
-        pair, repeated(strips), repeated(fold_states(strips, src.states) if fold else ())
+        pair, repeated(strips), repeated(fold_states(strips, source.states) if fold else ())
     )
 
 
@@ -212,13 +223,15 @@ def repeated(
     for members in alike.values():
         strip = strips[members[0]]._replace(offsets=(0, 0))
         at = np.array([strips[member].offsets for member in members], dtype=np.int64)
-        src, dst = ((at[:, end, None] + strip.item_offsets(end)).reshape(-1) for end in (0, 1))
-        order = np.argsort(dst, kind="stable")
+        source, destination = (
+            (at[:, end, None] + strip.item_offsets(end)).reshape(-1) for end in (0, 1)
+        )
+        order = np.argsort(destination, kind="stable")
         which = None
         if scales is not None:
             own = np.array([scales[member] for member in members], dtype=np.int64)
-            which = np.repeat(own, len(src) // len(members))[order]
-        runs.append(RepeatedRuns(strip, Starts.of(src[order], dst[order], which), {}))
+            which = np.repeat(own, len(source) // len(members))[order]
+        runs.append(RepeatedRuns(strip, Starts.of(source[order], destination[order], which), {}))
     return runs
 
 
@@ -228,8 +241,8 @@ class Runs(NamedTuple):
     `fewest` is true if the runs are known to be sorted and no two of them can be joined.
     """
 
-    src: Int64s
-    dst: Int64s
+    source: Int64s
+    destination: Int64s
     length: Int64s
     fewest: bool
 
@@ -256,7 +269,7 @@ def count_ranges(compiled: CompiledPair, bound: BoundStates, cuts: int) -> int:
                 each = joined + min(cuts, len(length) - joined)
             else:
                 each = int(length.sum())
-            count += each * len(starts.src)
+            count += each * len(starts.source)
     return count
 
 
@@ -297,27 +310,27 @@ class _Stretches:
         return self._computed[key]
 
 
-def _all_sums(starts: Starts, src: Int64s, dst: Int64s, length: Int64s) -> Runs:
+def _all_sums(starts: Starts, source: Int64s, destination: Int64s, length: Int64s) -> Runs:
     """Return one run for every pair of a start and a byte range, at the sum of their offsets.
 
     Starts or ranges, whichever are further apart, vary slowest, so that most sums ascend.
     """
-    many, most = len(starts.src), int(length.max())
-    count = many * len(src)
+    many, most = len(starts.source), int(length.max())
+    count = many * len(source)
     refuse_too_many(count, "descriptors")
-    stretches = Starts.of(src, dst)
+    stretches = Starts.of(source, destination)
     slow = stretches.step > starts.step
     outer, inner = (stretches, starts) if slow else (starts, stretches)
-    sums = np.empty((2, len(outer.src), len(inner.src)), dtype=np.int64)
-    np.add(outer.src[:, None], inner.src, out=sums[0])
-    np.add(outer.dst[:, None], inner.dst, out=sums[1])
-    to_src, to_dst = sums.reshape(2, count)
+    sums = np.empty((2, len(outer.source), len(inner.source)), dtype=np.int64)
+    np.add(outer.source[:, None], inner.source, out=sums[0])
+    np.add(outer.destination[:, None], inner.destination, out=sums[1])
+    to_source, to_destination = sums.reshape(2, count)
     if most == int(length.min()):
         # One length for all runs: a broadcast view saves a third of the writes.
         same = np.broadcast_to(np.int64(most), count)
-        return Runs(to_src, to_dst, same, _apart(outer, inner, most))
+        return Runs(to_source, to_destination, same, _apart(outer, inner, most))
     lengths = np.repeat(length, many) if slow else np.tile(length, many)
-    return Runs(to_src, to_dst, lengths, fewest=False)
+    return Runs(to_source, to_destination, lengths, fewest=False)
 
 
 def _apart(outer: Starts, inner: Starts, item: int) -> bool:
@@ -325,8 +338,8 @@ def _apart(outer: Starts, inner: Starts, item: int) -> bool:
 
     Each run is `item` bytes long. The order is by destination; inner starts vary fastest.
     """
-    span = int(inner.dst[-1] - inner.dst[0]) + item
-    reach = int(inner.src[-1] - inner.src[0]) + item
+    span = int(inner.destination[-1] - inner.destination[0]) + item
+    reach = int(inner.source[-1] - inner.source[0]) + item
     for starts, near, far in ((inner, item, item), (outer, span, reach)):
         if starts.step < near or (starts.step == near and starts.touch(near, far)):
             return False
@@ -339,19 +352,19 @@ def joined(runs_by_pools: Mapping[tuple[int, int], list[Runs]]) -> tuple[Copy, .
     for pools, runs in sorted(runs_by_pools.items()):
         if not runs:
             continue
-        src, dst, length, fewest = runs[0]
+        source, destination, length, fewest = runs[0]
         if len(runs) > 1:
-            src, dst, length = (np.concatenate([r[n] for r in runs]) for n in range(3))
+            source, destination, length = (np.concatenate([r[n] for r in runs]) for n in range(3))
         if len(runs) > 1 or not fewest:
-            src, dst, length = join_copies(src, dst, length)
-        copies.append(Copy(*pools, src, dst, length))
+            source, destination, length = join_copies(source, destination, length)
+        copies.append(Copy(*pools, source, destination, length))
     return tuple(copies)
 
 
 def pick_spans(spans: StateSpans, chosen: NDArray[np.bool_]) -> StateSpans:
     """Return the spans where `chosen` is true."""
-    src, dst = (SpanStarts(*(array[chosen] for array in end)) for end in spans[:2])
-    return StateSpans(src, dst, spans.length[chosen])
+    source, destination = (SpanStarts(*(array[chosen] for array in end)) for end in spans[:2])
+    return StateSpans(source, destination, spans.length[chosen])
 
 
 def _pick(bound: BoundStates, chosen: NDArray[np.bool_]) -> BoundStates:
@@ -364,7 +377,9 @@ def _rows(starts: Int64s, length: Int64s, base: int, device: int) -> NDArray[np.
     last = base + int((starts + length).max(initial=0))
     if last > INT64_MAX:
         got = f"a base address of {base} and a last byte at {last - 1}"
-        raise AtlasError(Code.OVERFLOW, got=got, hint="Pass a smaller src_base or dst_base")
+        raise AtlasError(
+            Code.OVERFLOW, got=got, hint="Pass a smaller source_base or destination_base"
+        )
     rows = np.empty((len(starts), 3), dtype=np.uint64)
     rows[:, 0] = starts
     rows[:, 0] += np.uint64(base)

@@ -53,28 +53,28 @@ def fingerprint(plan: Plan) -> str:
 
 
 def reasons(
-    src: PlanEnd,
-    dst: PlanEnd,
+    source: PlanEnd,
+    destination: PlanEnd,
     *,
     layers: Collection[str] | None = None,
     converting: bool = False,
 ) -> list[Reason]:
     """Return all differences that prevent a copy; if `converting`, dtypes may differ."""
-    if not src.specs.keys() & dst.specs.keys():
-        got = f"{src.plan.model!r} and {dst.plan.model!r}, which have no layer in common"
+    if not source.specs.keys() & destination.specs.keys():
+        got = f"{source.plan.model!r} and {destination.plan.model!r}, which have no layer in common"
         return [Reason(Code.UNLIKE_MODELS, got)]
     reasons = []
-    models = src.plan.model, dst.plan.model
+    models = source.plan.model, destination.plan.model
     named = "" if models[0] == models[1] else f"; the models are {models[0]!r} and {models[1]!r}"
-    wanted = set(src.specs) | set(dst.specs) if layers is None else set(layers)
-    for name, end in (("source", src), ("destination", dst)):
+    wanted = set(source.specs) | set(destination.specs) if layers is None else set(layers)
+    for name, end in (("source", source), ("destination", destination)):
         missing = sorted(wanted - set(end.specs))
         if missing:
             got = f"the {name} lacks {_some(missing)}{named}"
             reasons.append(Reason(Code.MISSING_LAYERS, got))
     unlike: dict[Code, list[str]] = {}
-    for layer in sorted(wanted & set(src.specs) & set(dst.specs)):
-        one, two = src.specs[layer], dst.specs[layer]
+    for layer in sorted(wanted & set(source.specs) & set(destination.specs)):
+        one, two = source.specs[layer], destination.specs[layer]
         if without_packing(one) != without_packing(two):
             same = without_dtypes(one) == without_dtypes(two)
             if same and converting:
@@ -82,9 +82,9 @@ def reasons(
             code = Code.UNLIKE_DTYPES if same else Code.UNLIKE_LAYERS
             unlike.setdefault(code, []).append(layer)
     for code, names in unlike.items():
-        difference = _difference(src.specs[names[0]], dst.specs[names[0]])
+        difference = _difference(source.specs[names[0]], destination.specs[names[0]])
         problem = f"{_some(names)}: {difference}{named}"
-        reasons.append(Reason(code, problem, _hint(code, src, dst, names)))
+        reasons.append(Reason(code, problem, _hint(code, source, destination, names)))
     return reasons
 
 
@@ -99,11 +99,11 @@ def refuse(reasons: list[Reason]) -> None:
         raise AtlasError(code, got=got + more, hint=hint or _HINTS[code])
 
 
-def _hint(code: Code, src: PlanEnd, dst: PlanEnd, layers: list[str]) -> str:
+def _hint(code: Code, source: PlanEnd, destination: PlanEnd, layers: list[str]) -> str:
     """Return a hint with the `convert=` to pass if only dtypes differ; else an empty string."""
     if code is not Code.UNLIKE_DTYPES:
         return ""
-    name = spell_conversion(needed_pairs(src, dst, layers))
+    name = spell_conversion(needed_pairs(source, destination, layers))
     return f"Plan both ends with the same kv_dtype, or pass convert={name!r}"
 
 

@@ -77,8 +77,10 @@ class StripPages(NamedTuple):
 class Compiler:
     """Compiles the strips (`StridedRuns`) between two plans, for one pair of ranks at a time."""
 
-    def __init__(self, src: PlanEnd, dst: PlanEnd, visibilities: Mapping[str, Visibility]) -> None:
-        self.src, self.dst, self.visibilities = src, dst, visibilities
+    def __init__(
+        self, source: PlanEnd, destination: PlanEnd, visibilities: Mapping[str, Visibility]
+    ) -> None:
+        self.source, self.destination, self.visibilities = source, destination, visibilities
         self._chosen: dict[int, dict[int, dict[str, list[NeededShard]]]] = {}
         self._held: dict[object, list[tuple[SourceShard, ShardRange]]] = {}
         """Ranges of a field that source ranks hold; the same for every destination rank."""
@@ -87,16 +89,16 @@ class Compiler:
         self._merged: dict[tuple[StripPages, ...], tuple[StridedRuns, ...]] = {}
         """Merged strips of all layers between two groups; many groups and ranks share them."""
 
-    def sources(self, dst_rank: int) -> tuple[int, ...]:
+    def sources(self, destination_rank: int) -> tuple[int, ...]:
         """Return the source ranks from which a destination rank reads."""
-        return tuple(sorted(self._choose(dst_rank)))
+        return tuple(sorted(self._choose(destination_rank)))
 
     def strips(
-        self, src_rank: int, dst_rank: int, layers: frozenset[str] | None = None
+        self, source_rank: int, destination_rank: int, layers: frozenset[str] | None = None
     ) -> dict[GroupPair, tuple[StridedRuns, ...]]:
         """Return the merged strips (`StridedRuns`) between two ranks, by pair of groups."""
         strips: dict[GroupPair, list[StripPages]] = defaultdict(list)
-        for alike, needed in self.choices(src_rank, dst_rank):
+        for alike, needed in self.choices(source_rank, destination_rank):
             names = [name for name in alike if layers is None or name in layers]
             if names:
                 pair = self.group_pair(names[0], needed)
@@ -114,22 +116,25 @@ class Compiler:
 
     def group_pair(self, layer: str, needed: NeededShard) -> GroupPair:
         """Return the source and destination groups between which a layer's shard is copied."""
-        source = needed.sources[0]
-        src, dst = self.src.parts[layer][source.part], self.dst.parts[layer][needed.part]
+        chosen = needed.sources[0]
+        source, destination = (
+            self.source.parts[layer][chosen.part],
+            self.destination.parts[layer][needed.part],
+        )
         return GroupPair(
-            (self.src.region(src).group, self.dst.region(dst).group),
-            self.src.specs[layer].tokens_per_state,
+            (self.source.region(source).group, self.destination.region(destination).group),
+            self.source.specs[layer].tokens_per_state,
             self.visibilities[layer],
-            (source.cells, needed.cells),
+            (chosen.cells, needed.cells),
         )
 
     def fields_chosen_by(self, layer: str, part: LayerPart) -> Mapping[str, FieldView]:
         """Return the fields that each get a separate choice of source ranks; here, all fields."""
-        return self.dst.views(layer, part)
+        return self.destination.views(layer, part)
 
-    def choices(self, src_rank: int, dst_rank: int) -> list[tuple[Layers, NeededShard]]:
-        """Return (layers, shard) for every shard that `dst_rank` reads from `src_rank`."""
-        chosen = self._choose(dst_rank).get(src_rank, {})
+    def choices(self, source_rank: int, destination_rank: int) -> list[tuple[Layers, NeededShard]]:
+        """Return (layers, shard) for every shard that one rank reads from another."""
+        chosen = self._choose(destination_rank).get(source_rank, {})
         return [
             (alike, needed)
             for alike, first in self._alike.items()
@@ -143,7 +148,7 @@ class Compiler:
         """For each tuple of layers that share regions, the first layer with the same `_form`."""
         alike: dict[object, list[str]] = defaultdict(list)
         for name, seen in self.visibilities.items():
-            ends = [(end.specs[name], end.parts[name]) for end in (self.src, self.dst)]
+            ends = [(end.specs[name], end.parts[name]) for end in (self.source, self.destination)]
             alike[seen, *ends].append(name)
         first: dict[object, str] = {}
         return {
@@ -155,26 +160,26 @@ class Compiler:
         """Return a key that is equal for layers with the same byte ranges in their pages."""
         ends = [
             (end.specs[layer], tuple(map(end.form, end.parts[layer])))
-            for end in (self.src, self.dst)
+            for end in (self.source, self.destination)
         ]
         return (self.visibilities[layer], *ends)
 
-    def _choose(self, dst_rank: int) -> dict[int, dict[str, list[NeededShard]]]:
-        """Choose source ranks for `dst_rank`; return its shards by source rank, then by layer."""
-        if dst_rank in self._chosen:
-            return self._chosen[dst_rank]
-        stage, tp_rank = self.dst.plan.split_rank(dst_rank)
+    def _choose(self, destination_rank: int) -> dict[int, dict[str, list[NeededShard]]]:
+        """Choose the source ranks of a rank; return its shards by source rank, then by layer."""
+        if destination_rank in self._chosen:
+            return self._chosen[destination_rank]
+        stage, tp_rank = self.destination.plan.split_rank(destination_rank)
         needs: list[tuple[str, int, NeededShard]] = []
         for layer in dict.fromkeys(self._alike.values()):
-            if self.dst.plan.region_of(layer)[0].stage == stage:
-                first = self.src.plan.region_of(layer)[0].stage * self.src.plan.tp
+            if self.destination.plan.region_of(layer)[0].stage == stage:
+                first = self.source.plan.region_of(layer)[0].stage * self.source.plan.tp
                 needs += [(layer, first, needed) for needed in self._needed(layer, tp_rank)]
         must = {
             first + needed.sources[0].tp_rank
             for _, first, needed in needs
             if len({source.tp_rank for source in needed.sources}) == 1
         }
-        near = tp_rank * self.src.plan.tp // self.dst.plan.tp
+        near = tp_rank * self.source.plan.tp // self.destination.plan.tp
         chosen: dict[int, dict[str, list[NeededShard]]] = defaultdict(lambda: defaultdict(list))
         for layer, first, needed in needs:
             # Among replicas, prefer a rank that is read anyway, then the rank at the same
@@ -185,57 +190,67 @@ class Compiler:
             )
             source = next(source for source in needed.sources if source.tp_rank == rank)
             chosen[first + rank][layer].append(needed._replace(sources=(source,)))
-        self._chosen[dst_rank] = dict(chosen)
-        return self._chosen[dst_rank]
+        self._chosen[destination_rank] = dict(chosen)
+        return self._chosen[destination_rank]
 
-    def _needed(self, layer: str, dst_tp_rank: int) -> Iterator[NeededShard]:
+    def _needed(self, layer: str, destination_tp_rank: int) -> Iterator[NeededShard]:
         """Yield each row range of a layer that a rank needs, with the source ranks that hold it."""
-        for index, part in enumerate(self.dst.parts[layer]):
+        for index, part in enumerate(self.destination.parts[layer]):
             for name, view in self.fields_chosen_by(layer, part).items():
-                cells = _dealt_out(view.cells, self.dst, layer, dst_tp_rank)
+                cells = _dealt_out(view.cells, self.destination, layer, destination_tp_rank)
                 key = layer, name, cells
                 if key not in self._held:
                     self._held[key] = list(self._sources(*key))
                 sources = self._held[key]
-                for needed in self.dst.ranges(view.field.sharding, part, dst_tp_rank):
+                for needed in self.destination.ranges(
+                    view.field.sharding, part, destination_tp_rank
+                ):
                     yield from _intersect(name, index, cells, needed, sources)
 
     def _sources(
         self, layer: str, field: str, needed: StateBlocks
     ) -> Iterator[tuple[SourceShard, ShardRange]]:
         """Yield every range of a field that a source rank holds for some of the states `needed`."""
-        for index, part in enumerate(self.src.parts[layer]):
-            view = self.src.views(layer, part)[field]
-            for rank in range(self.src.plan.tp):
-                cells = _dealt_out(view.cells, self.src, layer, rank)
+        for index, part in enumerate(self.source.parts[layer]):
+            view = self.source.views(layer, part)[field]
+            for rank in range(self.source.plan.tp):
+                cells = _dealt_out(view.cells, self.source, layer, rank)
                 if cells.overlaps(needed):
-                    for held in self.src.ranges(view.field.sharding, part, rank):
+                    for held in self.source.ranges(view.field.sharding, part, rank):
                         yield SourceShard(rank, index, held.local, cells), held
 
     # -- bytes ------------------------------------------------------------------------
 
     def _strip(self, layer: str, needed: NeededShard) -> StridedRuns:
         """Return the runs that copy a shard between two regions, from page 0 to page 0."""
-        source = needed.sources[0]
-        src = self.src.views(layer, self.src.parts[layer][source.part])[needed.field]
-        dst = self.dst.views(layer, self.dst.parts[layer][needed.part])[needed.field]
-        axis = dst.field.sharding.axis
-        ends = src.placement, dst.placement
-        key = (*ends, axis, source.local, needed.local, needed.length)
+        chosen = needed.sources[0]
+        source = self.source.views(layer, self.source.parts[layer][chosen.part])[needed.field]
+        destination = self.destination.views(layer, self.destination.parts[layer][needed.part])[
+            needed.field
+        ]
+        axis = destination.field.sharding.axis
+        ends = source.placement, destination.placement
+        key = (*ends, axis, chosen.local, needed.local, needed.length)
         if key not in self._runs:
             here, there = tile_alike(*ends)
             if axis is not None:
-                here = here.narrow(axis, source.local, needed.length)
+                here = here.narrow(axis, chosen.local, needed.length)
                 there = there.narrow(axis, needed.local, needed.length)
             self._runs[key] = StridedRuns.between(here, there)
         return self._runs[key]
 
-    def _pages(self, layers: Sequence[str], src_part: int, dst_part: int) -> tuple[Ends, ...]:
+    def _pages(
+        self, layers: Sequence[str], source_part: int, destination_part: int
+    ) -> tuple[Ends, ...]:
         """Return (source, destination) byte offsets of each layer's page from page 0."""
-        src, dst = self.src, self.dst
-        here, there = src.parts[layers[0]][src_part], dst.parts[layers[0]][dst_part]
+        source, destination = self.source, self.destination
+        here, there = (
+            source.parts[layers[0]][source_part],
+            destination.parts[layers[0]][destination_part],
+        )
         return tuple(
-            (src.page_offsets[name][here], dst.page_offsets[name][there]) for name in layers
+            (source.page_offsets[name][here], destination.page_offsets[name][there])
+            for name in layers
         )
 
 

@@ -74,14 +74,14 @@ ROW_ERRORS: Mapping[str, RowError] = {
 `docs/explanation/caches.md`."""
 
 
-def row_error(src: str, dst: str) -> RowError:
-    """Return the rounding error that a conversion from format `src` to `dst` adds.
+def row_error(source: str, destination: str) -> RowError:
+    """Return the rounding error that a conversion from format `source` to `destination` adds.
 
     >>> row_error("fp8", "bf16").usual, row_error("bf16", "fp32").usual
     (0.00390625, 0.0)
     """
-    exact = src == dst or (dst == "fp32" and src in PLAIN_FORMATS)
-    return RowError(0.0, 0.0) if exact else ROW_ERRORS[dst]
+    exact = source == destination or (destination == "fp32" and source in PLAIN_FORMATS)
+    return RowError(0.0, 0.0) if exact else ROW_ERRORS[destination]
 
 
 @dataclass(frozen=True)
@@ -89,20 +89,20 @@ class FormatChange:
     """One pair of formats: how many layers are converted, how, and at which end."""
 
     source: str
-    target: str
+    destination: str
     layers: int
     way: Way
     at: Place
     error: RowError
 
     def __str__(self) -> str:
-        return f"{self.source}->{self.target}"
+        return f"{self.source}->{self.destination}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return a JSON-serialisable dict."""
         return {
             "from": self.source,
-            "to": self.target,
+            "to": self.destination,
             "layers": self.layers,
             "way": self.way,
             "at": self.at,
@@ -117,8 +117,8 @@ class Conversion:
 
     >>> from kvatlas.planning import plan
     >>> from kvatlas.routing import route
-    >>> src, dst = (plan("Qwen3-8B", memory="8GiB", kv_dtype=d) for d in ("fp8", "bf16"))
-    >>> print(route(src, dst, convert="fp8->bf16", src_scales=1.0).conversion)
+    >>> source, destination = (plan("Qwen3-8B", memory="8GiB", kv_dtype=d) for d in ("fp8", "bf16"))
+    >>> print(route(source, destination, convert="fp8->bf16", source_scales=1.0).conversion)
     fp8->bf16 (36 layers, by elements, at the destination, error up to 0.0039)
     """
 
@@ -129,7 +129,7 @@ class Conversion:
     @property
     def name(self) -> str:
         """The name that `convert=` accepts."""
-        return spell_conversion({(change.source, change.target) for change in self.changes})
+        return spell_conversion({(change.source, change.destination) for change in self.changes})
 
     def __str__(self) -> str:
         return "; ".join(
@@ -145,7 +145,7 @@ def spell_conversion(pairs: Collection[tuple[str, str]]) -> str:
     >>> spell_conversion({("fp8", "bf16"), ("fp32", "bf16")})
     'fp32->bf16, fp8->bf16'
     """
-    return ", ".join(f"{src}->{dst}" for src, dst in sorted(pairs))
+    return ", ".join(f"{source}->{destination}" for source, destination in sorted(pairs))
 
 
 def parse_conversion(convert: object) -> Pairs:
@@ -160,7 +160,9 @@ def parse_conversion(convert: object) -> Pairs:
         problem = "A conversion must have the form 'from->to'"
         hint = "Pass convert='fp8->bf16', for example; separate several pairs with commas"
         raise AtlasError(Code.BAD_CONVERSION, problem, got=repr(convert)[:200], hint=hint)
-    return frozenset((format_name(src), format_name(dst)) for src, dst in pairs)
+    return frozenset(
+        (format_name(source), format_name(destination)) for source, destination in pairs
+    )
 
 
 def unlike_formats(one: Spec, two: Spec) -> dict[str, tuple[str, str]]:
@@ -169,41 +171,45 @@ def unlike_formats(one: Spec, two: Spec) -> dict[str, tuple[str, str]]:
     The parts are `rows` for attention, or the names of recurrent states. If all formats are
     equal, return all parts: the specs then differ in other settings.
     """
-    src, dst = content_formats(one), content_formats(two)
-    parts = {part: (src[part], dst[part]) for part in src}
+    source, destination = content_formats(one), content_formats(two)
+    parts = {part: (source[part], destination[part]) for part in source}
     return {part: pair for part, pair in parts.items() if pair[0] != pair[1]} or parts
 
 
-def needed_pairs(src: PlanEnd, dst: PlanEnd, layers: Collection[str]) -> Pairs:
+def needed_pairs(source: PlanEnd, destination: PlanEnd, layers: Collection[str]) -> Pairs:
     """Return the pairs (source format, destination format) that two plans must convert."""
     return frozenset(
         pair
         for name in layers
-        if without_packing(src.specs[name]) != without_packing(dst.specs[name])
-        and without_dtypes(src.specs[name]) == without_dtypes(dst.specs[name])
-        for pair in unlike_formats(src.specs[name], dst.specs[name]).values()
+        if without_packing(source.specs[name]) != without_packing(destination.specs[name])
+        and without_dtypes(source.specs[name]) == without_dtypes(destination.specs[name])
+        for pair in unlike_formats(source.specs[name], destination.specs[name]).values()
     )
 
 
 def conversion_between(
-    src: PlanEnd, dst: PlanEnd, layers: Collection[str], convert: object, scales: tuple[Any, Any]
+    source: PlanEnd,
+    destination: PlanEnd,
+    layers: Collection[str],
+    convert: object,
+    scales: tuple[Any, Any],
 ) -> Conversion:
     """Return the requested conversion; raise an error unless it is the one that the plans need.
 
     `scales` holds the scales of the source and of the destination.
     """
-    asked, needed = parse_conversion(convert), needed_pairs(src, dst, layers)
+    asked, needed = parse_conversion(convert), needed_pairs(source, destination, layers)
     if asked != needed:
         needs = spell_conversion(needed)
         hint = f"Pass convert={needs!r}" if needed else "Omit convert="
         got = f"convert={spell_conversion(asked)!r}; the plans need {needs or 'no conversion'}"
         raise AtlasError(Code.BAD_CONVERSION, got=got, hint=hint)
-    ends = (src, dst)
+    ends = (source, destination)
     given = [tensor_scales(one, end.specs) for one, end in zip(scales, ends, strict=True)]
     cells: dict[tuple[str, str], tuple[CellFormat, CellFormat]] = {}
     changed: dict[FormatChange, set[str]] = {}
     for name in layers:
-        specs = src.specs[name], dst.specs[name]
+        specs = source.specs[name], destination.specs[name]
         formats = [content_formats(spec) for spec in specs]
         unlike = without_packing(specs[0]) != without_packing(specs[1])
         for part in formats[0]:
@@ -227,16 +233,16 @@ def conversion_between(
     return Conversion(tuple(sorted(counted, key=str)), cells)
 
 
-def place_of_conversion(src: CellFormat, dst: CellFormat) -> Place:
+def place_of_conversion(source: CellFormat, destination: CellFormat) -> Place:
     """Return the end that converts: the source if its format is larger, else the destination."""
-    return "source" if src.nbytes > dst.nbytes else "destination"
+    return "source" if source.nbytes > destination.nbytes else "destination"
 
 
-def way_between(src: CellFormat, dst: CellFormat) -> Way:
+def way_between(source: CellFormat, destination: CellFormat) -> Way:
     """Return how cells are converted: copied, element by element, or row by row."""
-    if src.formats == dst.formats and src.scales == dst.scales:
+    if source.formats == destination.formats and source.scales == destination.scales:
         return "copied"
-    return "elements" if src.by_element and dst.by_element else "rows"
+    return "elements" if source.by_element and destination.by_element else "rows"
 
 
 def tensor_scales(given: object, layers: Collection[str]) -> dict[str, TensorScales]:
@@ -292,7 +298,7 @@ def _check_convertible(
                 hint = "Convert in the engine, or use the same kv_dtype at both ends"
                 raise AtlasError(Code.CANNOT_CONVERT, problem, got=got, hint=hint)
         if needs_scales(spec) and layer not in own:
-            argument = "src_scales" if which == "source" else "dst_scales"
+            argument = "source_scales" if which == "source" else "destination_scales"
             got = f"no scale for {layer} in {name} at the {which}"
             hint = f"Pass {argument}=1.0 (one number for all layers), or {{layer: (k, v)}}"
             raise AtlasError(Code.MISSING_SCALES, got=got, hint=hint)

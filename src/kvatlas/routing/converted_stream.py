@@ -95,12 +95,12 @@ class ConvertingCompiler(Compiler):
 
     def __init__(
         self,
-        src: PlanEnd,
-        dst: PlanEnd,
+        source: PlanEnd,
+        destination: PlanEnd,
         visibilities: Mapping[str, Visibility],
         conversion: Conversion,
     ) -> None:
-        super().__init__(src, dst, visibilities)
+        super().__init__(source, destination, visibilities)
         self.conversion = conversion
 
     def fields_chosen_by(self, layer: str, part: LayerPart) -> Mapping[str, FieldView]:
@@ -109,15 +109,15 @@ class ConvertingCompiler(Compiler):
         For attention, this is only the first field of a row, and its choice applies to the whole
         row. For recurrent layers, it is every state.
         """
-        views = self.dst.views(layer, part)
+        views = self.destination.views(layer, part)
         return views if self._recurrent(layer) else dict([next(iter(views.items()))])
 
     def boxes(
-        self, src_rank: int, dst_rank: int, layers: frozenset[str] | None = None
+        self, source_rank: int, destination_rank: int, layers: frozenset[str] | None = None
     ) -> list[ConvertedBox]:
         """Return the boxes that a destination rank reads from a source rank, in stream order."""
         boxes = []
-        for alike, needed in self.choices(src_rank, dst_rank):
+        for alike, needed in self.choices(source_rank, destination_rank):
             by_scales: dict[object, list[str]] = defaultdict(list)
             for name in alike:
                 if layers is None or name in layers:
@@ -127,19 +127,22 @@ class ConvertingCompiler(Compiler):
         return boxes
 
     def _recurrent(self, layer: str) -> bool:
-        return isinstance(self.dst.specs[layer], Recurrent)
+        return isinstance(self.destination.specs[layer], Recurrent)
 
     def cells(self, layer: str, field: str) -> tuple[CellFormat, CellFormat]:
         """Return the source and destination cell formats of a layer, or of one recurrent state."""
         return self.conversion.cells[layer, field if self._recurrent(layer) else "rows"]
 
     def _box(self, names: list[str], needed: NeededShard) -> ConvertedBox:
-        layer, source = names[0], needed.sources[0]
+        layer, chosen = names[0], needed.sources[0]
         cells = self.cells(layer, needed.field)
         axes = self._axes(layer, needed)
-        src, dst = self.src.parts[layer][source.part], self.dst.parts[layer][needed.part]
-        here = (self.src, src, source.local, source.cells)
-        there = (self.dst, dst, needed.local, needed.cells)
+        source, destination = (
+            self.source.parts[layer][chosen.part],
+            self.destination.parts[layer][needed.part],
+        )
+        here = (self.source, source, chosen.local, chosen.cells)
+        there = (self.destination, destination, needed.local, needed.cells)
         ends = [
             self._end(names, needed, cell, axes, *end)
             for cell, end in zip(cells, (here, there), strict=True)
@@ -150,7 +153,9 @@ class ConvertingCompiler(Compiler):
 
     def _axes(self, layer: str, needed: NeededShard) -> list[tuple[str, int]]:
         """Return (name, size) of a box's axes outside its cells, in the destination's order."""
-        view = self.dst.views(layer, self.dst.parts[layer][needed.part])[needed.field]
+        view = self.destination.views(layer, self.destination.parts[layer][needed.part])[
+            needed.field
+        ]
         cut = view.field.sharding.axis
         inside = (*_OPEN,) if self._recurrent(layer) else (*_OPEN, "C", "c")
         return [
@@ -260,10 +265,10 @@ class ConvertedPart(NamedTuple):
         unit = self.box.unit(end)
         chunk = self.stream.chunk(end, self.section, self.first)
         part = chunk.slice(self.units[0] * unit, self.units[1] * unit)
-        order = part.dst - self.units[0] * unit
+        order = part.destination - self.units[0] * unit
         if end == 0:
-            return Copy(part.src_pool, CELLS, part.src, order, part.length)
-        return Copy(CELLS, part.src_pool, order, part.src, part.length)
+            return Copy(part.source_pool, CELLS, part.source, order, part.length)
+        return Copy(CELLS, part.source_pool, order, part.source, part.length)
 
 
 class ConvertedStream:
@@ -303,7 +308,7 @@ class ConvertedStream:
         """Upper bound on the number of runs at the end whose format is sent."""
         return sum(
             one.states.total
-            * sum(len(runs.starts.src) for own in end.runs.values() for runs in own)
+            * sum(len(runs.starts.source) for own in end.runs.values() for runs in own)
             for one in self.sections
             for end in (one.box.ends[one.box.wire],)
         )
@@ -376,20 +381,20 @@ class ConvertedStream:
         section = self.sections[index]
         box, states = section.box, section.states
         stop = min(first + section.chunk, states.total)
-        tables = self._request.dst if end else self._request.src
+        tables = self._request.destination if end else self._request.source
         group, local, step = box.pair.groups[end], states.local[end], states.steps[end]
         found = []
         for blocks, own in box.ends[end].runs.items():
             held = StateBlocks(1) if box.pair.per_state is None else blocks
             numbered = CommonStates((held, _IN_ORDER), states.total, (local, 0), (step, 1))
             spans = numbered.spans(first, stop)
-            ids = tables.ids(group, spans.src.entry), np.zeros(len(spans.length), np.int64)
+            ids = tables.ids(group, spans.source.entry), np.zeros(len(spans.length), np.int64)
             compiled = CompiledPair(box.pair, own, [])
             found += list(ranges(compiled, BoundStates(spans, ids)))
         pool = self._request.pools(box.pair)[end]
         (copy,) = joined({(pool, CELLS): found})
-        order = copy.dst - first * box.ends[end].nbytes
-        copy = Copy(pool, CELLS, copy.src, order, copy.length)
+        order = copy.destination - first * box.ends[end].nbytes
+        copy = Copy(pool, CELLS, copy.source, order, copy.length)
         return StreamChunk(index, first, copy, np.cumsum(copy.length))
 
     def _whole(self, place: int) -> int:

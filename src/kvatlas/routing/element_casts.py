@@ -31,14 +31,17 @@ _Strips = dict[GroupPair, dict[ElementCast | None, list[StridedRuns]]]
 
 
 def compile_casts(
-    compiler: ConvertingCompiler, src_rank: int, dst_rank: int, layers: frozenset[str] | None
+    compiler: ConvertingCompiler,
+    source_rank: int,
+    destination_rank: int,
+    layers: frozenset[str] | None,
 ) -> CastPairs | None:
     """Return the runs that a destination rank reads from a source rank, grouped by their cast.
 
     Returns None if the conversion is not element-wise.
     """
     strips: _Strips = defaultdict(lambda: defaultdict(list))
-    for alike, needed in compiler.choices(src_rank, dst_rank):
+    for alike, needed in compiler.choices(source_rank, destination_rank):
         for name in alike:
             if layers is None or name in layers:
                 way = way_between(*compiler.cells(name, needed.field))
@@ -61,9 +64,9 @@ def compile_casts(
 
 def _compile_scaled(pair: GroupPair, strips: Sequence[Sequence[StridedRuns]]) -> CompiledPair:
     """Compile strips with several scales; `strips` has one list of merged strips per scale."""
-    src, dst = pair.cells
-    fold = pair.per_state is not None and src.states == dst.states
-    whole = [fold_states(own, src.states) if fold else [] for own in strips]
+    source, destination = pair.cells
+    fold = pair.per_state is not None and source.states == destination.states
+    whole = [fold_states(own, source.states) if fold else [] for own in strips]
     runs = []
     for every in (strips, whole):
         which = [number for number, own in enumerate(every) for _ in own]
@@ -112,8 +115,8 @@ def _strip(
     source = needed.sources[0]
     ends = []
     for end, index, local in (
-        (compiler.src, source.part, source.local),
-        (compiler.dst, needed.part, needed.local),
+        (compiler.source, source.part, source.local),
+        (compiler.destination, needed.part, needed.local),
     ):
         part = end.parts[layer][index]
         view = end.views(layer, part)[field]

@@ -20,7 +20,7 @@ from kvatlas.routing.routes import Route
 from kvatlas.routing.token_ranges import token_range
 
 _TOKENS = 4096
-_ANY_SCALES: dict[str, Any] = {"src_scales": 1.0, "dst_scales": 1.0}
+_ANY_SCALES: dict[str, Any] = {"source_scales": 1.0, "destination_scales": 1.0}
 """Placeholder scales: whether two plans are convertible does not depend on their values."""
 
 
@@ -28,8 +28,8 @@ _ANY_SCALES: dict[str, Any] = {"src_scales": 1.0, "dst_scales": 1.0}
 class RankPair:
     """A pair of ranks, and a report on the transfer between them."""
 
-    src_rank: int
-    dst_rank: int
+    source_rank: int
+    destination_rank: int
     report: Report
 
 
@@ -71,8 +71,8 @@ class Check:
             "conversion": [change.as_dict() for change in self.conversion],
             "pairs": [
                 {
-                    "src_rank": pair.src_rank,
-                    "dst_rank": pair.dst_rank,
+                    "src_rank": pair.source_rank,
+                    "dst_rank": pair.destination_rank,
                     "descriptors": pair.report.descriptors,
                     "bytes": pair.report.nbytes,
                     "smallest": pair.report.smallest,
@@ -88,15 +88,15 @@ class Check:
 
 
 def check(
-    src: Plan,
-    dst: Plan,
+    source: Plan,
+    destination: Plan,
     *,
     tokens: int | None = None,
     layers: Iterable[str] | None = None,
     costs: Costs | None = None,
     convert: str | None = None,
 ) -> Check:
-    """Return whether caches of `src` can be copied to `dst`, with all reasons if they cannot.
+    """Return whether caches of `source` can be copied to `destination`, or all reasons against it.
 
     `convert` names the conversions between different formats, as in `route`. The check needs no
     scales. Descriptors are counted for a request of `tokens` tokens whose blocks are scattered
@@ -112,9 +112,9 @@ def check(
     (True, 4608)
     """
     names = None if layers is None else frozenset(layers)
-    ends = PlanEnd(checked_plan(src)), PlanEnd(checked_plan(dst))
+    ends = PlanEnd(checked_plan(source)), PlanEnd(checked_plan(destination))
     refused = tuple(reasons(*ends, layers=names, converting=convert is not None))
-    most = min(src.max_len, dst.max_len)
+    most = min(source.max_len, destination.max_len)
     first_tokens = min(_TOKENS, most) if tokens is None else positive(tokens, "tokens")
     _, stop = token_range(first_tokens, most)
     pairs = []
@@ -122,7 +122,11 @@ def check(
     if not refused:
         try:
             way = Route(
-                src, dst, layers=names, convert=convert, **({} if convert is None else _ANY_SCALES)
+                source,
+                destination,
+                layers=names,
+                convert=convert,
+                **({} if convert is None else _ANY_SCALES),
             )
         except AtlasError as refusal:
             if convert is None:
@@ -130,18 +134,22 @@ def check(
             refused = (Reason(refusal.code, str(refusal.got), refusal.hint),)
     if way is not None:
         request: dict[str, Any] = {"tokens": stop}
-        request.update(src_blocks=scattered(src, stop), dst_blocks=scattered(dst, stop))
-        for dst_rank in range(dst.ranks):
-            for src_rank in way.sources(dst_rank):
-                request.update(src_rank=src_rank, dst_rank=dst_rank)
+        request.update(
+            source_blocks=scattered(source, stop), destination_blocks=scattered(destination, stop)
+        )
+        for destination_rank in range(destination.ranks):
+            for source_rank in way.sources(destination_rank):
+                request.update(source_rank=source_rank, destination_rank=destination_rank)
                 copies: Iterable[Copy]
                 if way.conversion is None:
                     copies = way.bind(**request).copies
                 else:
                     copies = [part.copy(part.box.wire) for part in way.converted(**request).parts()]
-                pairs.append(RankPair(src_rank, dst_rank, report(tuple(copies), costs)))
+                pairs.append(RankPair(source_rank, destination_rank, report(tuple(copies), costs)))
     changes = () if way is None or way.conversion is None else way.conversion.changes
-    return Check(refused, (fingerprint(src), fingerprint(dst)), stop, tuple(pairs), changes)
+    return Check(
+        refused, (fingerprint(source), fingerprint(destination)), stop, tuple(pairs), changes
+    )
 
 
 def scattered(plan: Plan, tokens: int) -> dict[int, list[int]]:

@@ -86,11 +86,11 @@ class DescriptorGrid(NamedTuple):
     def indices(self, end: int, spots: SpanStarts, ids: Int64s, blocks: int) -> Int64s:
         """Return descriptor indices of the given chunks: all chunks of run 0, then of run 1, ...
 
-        The indices refer to `PreparedRoute.src` if `end` is 0, else to `PreparedRoute.dst`.
+        The indices refer to `PreparedRoute.source` if `end` is 0, else to `.destination`.
         Chunk i is chunk `spots.kernel[i]` of block `ids[i]`. The pool has `blocks` blocks.
         """
         each = self.pair.cells[end].split * self.chunks(end) * blocks
-        starts = np.arange(len(self.runs.starts.src)) * each
+        starts = np.arange(len(self.runs.starts.source)) * each
         return (starts[:, None] + (spots.kernel * blocks + ids + self.first[end])).reshape(-1)
 
 
@@ -101,9 +101,12 @@ class PreparedRoute:
     """
 
     def __init__(
-        self, strips: Mapping[GroupPair, Sequence[StridedRuns]], src: RankMemory, dst: RankMemory
+        self,
+        strips: Mapping[GroupPair, Sequence[StridedRuns]],
+        source: RankMemory,
+        destination: RankMemory,
     ) -> None:
-        self.ends = (src, dst)
+        self.ends = (source, destination)
         self.grids: list[DescriptorGrid] = []
         first = [0, 0]
         for pair, own in strips.items():
@@ -116,12 +119,12 @@ class PreparedRoute:
         self.counts = (first[0], first[1])
 
     @cached_property
-    def src(self) -> NDArray[np.uint64]:
+    def source(self) -> NDArray[np.uint64]:
         """Rows (address, length, device) for every chunk of every block at the source."""
         return self._rows(0)
 
     @cached_property
-    def dst(self) -> NDArray[np.uint64]:
+    def destination(self) -> NDArray[np.uint64]:
         """Rows (address, length, device) for every chunk of every block at the destination."""
         return self._rows(1)
 
@@ -129,8 +132,8 @@ class PreparedRoute:
         """Return the descriptors of one end as rows (address, length, device, stride, count).
 
         Each row represents `count` descriptors that are `stride` bytes apart, one per block, in
-        the order of `src` or `dst`. Transports that support strides take these rows instead of
-        millions of descriptors. End 0 is the source and 1 the destination.
+        the order of `source` or `destination`. Transports that support strides take these rows
+        instead of millions of descriptors. End 0 is the source and 1 the destination.
         """
         lists = [np.zeros((0, 5), dtype=np.uint64)]
         for grid in self.grids:
@@ -143,18 +146,18 @@ class PreparedRoute:
         return np.concatenate(lists)
 
     def select(
-        self, *, src_blocks: Blocks, dst_blocks: Blocks, tokens: Any
+        self, *, source_blocks: Blocks, destination_blocks: Blocks, tokens: Any
     ) -> tuple[Int64s, Int64s]:
-        """Return (indices into `src`, indices into `dst`): the descriptors of a request's tokens.
+        """Return the descriptors of a request's tokens: indices into `source` and `destination`.
 
         Whole chunks are copied. The last chunk may extend past the tokens, and the first chunk
         of a window may begin before the window; both chunks stay in blocks of the request. A range
         of tokens that starts inside a chunk raises an error.
         """
-        src, dst = self.ends
+        source, destination = self.ends
         request = RequestEnds(
-            RequestTables(src.plan, src.rank, src_blocks, "source"),
-            RequestTables(dst.plan, dst.rank, dst_blocks, "destination"),
+            RequestTables(source.plan, source.rank, source_blocks, "source"),
+            RequestTables(destination.plan, destination.rank, destination_blocks, "destination"),
             tokens,
         )
         states = [request.states(grid.pair, grid.chunk) for grid in self.grids]
@@ -168,7 +171,7 @@ class PreparedRoute:
         def indices(end: int) -> Int64s:
             lists = [np.zeros(0, dtype=np.int64)]
             for grid, (states, ids) in bound:
-                spots = states.dst if end else states.src
+                spots = states.destination if end else states.source
                 lists.append(grid.indices(end, spots, ids[end], self._blocks(grid, end)))
             return np.concatenate(lists)
 
@@ -199,10 +202,10 @@ class PreparedRoute:
 
 def chunk_of(pair: GroupPair) -> int:
     """Return the largest number of states that both ends can address as a unit."""
-    src, dst = pair.cells
-    if pair.per_state is None or src.every != dst.every:
+    source, destination = pair.cells
+    if pair.per_state is None or source.every != destination.every:
         return 1
-    return gcd(src.states, dst.states)
+    return gcd(source.states, destination.states)
 
 
 def _by_chunk(

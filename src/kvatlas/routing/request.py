@@ -27,9 +27,9 @@ class BoundStates(NamedTuple):
 class RequestEnds:
     """Tokens of one request, with block tables for a source rank and a destination rank."""
 
-    def __init__(self, src: RequestTables, dst: RequestTables, tokens: Any) -> None:
-        self.src, self.dst = src, dst
-        most = min(src.plan.max_len, dst.plan.max_len)
+    def __init__(self, source: RequestTables, destination: RequestTables, tokens: Any) -> None:
+        self.source, self.destination = source, destination
+        most = min(source.plan.max_len, destination.plan.max_len)
         self.start, self.stop = token_range(tokens, most)
 
     def states(self, pair: GroupPair, chunk: int | None = None) -> CommonStates:
@@ -46,47 +46,49 @@ class RequestEnds:
         else:
             states = self._chunks(pair, pair.per_state, chunk)
         if states.total:
-            self.src.use(pair.groups[0], states, 0)
+            self.source.use(pair.groups[0], states, 0)
             if not self._alike(pair):
-                self.dst.use(pair.groups[1], states, 1)
+                self.destination.use(pair.groups[1], states, 1)
         return states
 
     def _alike(self, pair: GroupPair) -> bool:
         """Return whether source and destination of a pair are the same entries of one table."""
         return (
-            self.src is self.dst
+            self.source is self.destination
             and pair.groups[0] == pair.groups[1]
             and pair.cells[0] == pair.cells[1]
         )
 
     def bind(self, pair: GroupPair, spans: StateSpans) -> BoundStates:
         """Return spans together with their block ids, which `states` must have checked before."""
-        src = self.src.ids(pair.groups[0], spans.src.entry)
-        return BoundStates(spans, (src, self.dst.ids(pair.groups[1], spans.dst.entry)))
+        source = self.source.ids(pair.groups[0], spans.source.entry)
+        return BoundStates(
+            spans, (source, self.destination.ids(pair.groups[1], spans.destination.entry))
+        )
 
     def pools(self, pair: GroupPair) -> Ends:
         """Return the indices of the source pool and the destination pool of a pair of groups."""
-        src, dst = pair.groups
-        return self.src.plan.groups[src].pool, self.dst.plan.groups[dst].pool
+        source, destination = pair.groups
+        return self.source.plan.groups[source].pool, self.destination.plan.groups[destination].pool
 
     def check_distinct(self) -> None:
         """Raise an error if two used entries of one pool have the same block id."""
-        self.src.check_distinct()
-        if self.dst is not self.src:
-            self.dst.check_distinct()
+        self.source.check_distinct()
+        if self.destination is not self.source:
+            self.destination.check_distinct()
 
     def _recurrent(self, pair: GroupPair) -> CommonStates:
         """Return the state of a recurrent group after the last token."""
         blocks = (StateBlocks(1), StateBlocks(1))
         if self.start == self.stop:
             return CommonStates.between(0, 0, *blocks)
-        src = self.src.state_entry(pair.groups[0], self.stop)
-        dst = self.dst.state_entry(pair.groups[1], self.stop)
-        return CommonStates(blocks, 1, (src, dst), (1, 1))
+        source = self.source.state_entry(pair.groups[0], self.stop)
+        destination = self.destination.state_entry(pair.groups[1], self.stop)
+        return CommonStates(blocks, 1, (source, destination), (1, 1))
 
     def _chunks(self, pair: GroupPair, per_state: int, chunk: int) -> CommonStates:
-        src, dst = pair.cells
-        whole = chunk * src.every if src.every == dst.every else 1
+        source, destination = pair.cells
+        whole = chunk * source.every if source.every == destination.every else 1
         if self.start // per_state % whole and self.start < self.stop:
             step = whole * per_state
             problem = f"The tokens of a prepared route must start at a multiple of {step}"
@@ -95,7 +97,9 @@ class RequestEnds:
         first, stop = needed_states(pair.visibility, per_state, self.start, self.stop)
         if first < stop:
             first, stop = first // whole * whole, -(-stop // whole) * whole
-        return CommonStates.between(first, stop, _chunked(src, chunk), _chunked(dst, chunk))
+        return CommonStates.between(
+            first, stop, _chunked(source, chunk), _chunked(destination, chunk)
+        )
 
 
 def check_tables(

@@ -81,8 +81,8 @@ class RequestShape:
 
     nbytes: int
     patterns: tuple[SpanPattern, ...]
-    src: TableShape
-    dst: TableShape
+    source: TableShape
+    destination: TableShape
 
     @property
     def spans(self) -> int:
@@ -93,6 +93,6 @@ class RequestShape:
     def runs(self) -> int:
         """Number of runs of one request."""
         return sum(
-            len(pattern.template.length) * len(pattern.template.starts.src)
+            len(pattern.template.length) * len(pattern.template.starts.source)
             for pattern in self.patterns
         )

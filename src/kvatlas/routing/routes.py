@@ -51,8 +51,8 @@ _MOST_COMPILED = 4096
 class BoundRoute:
     """A route bound to block ids and tokens: byte ranges for a transport."""
 
-    src_rank: int
-    dst_rank: int
+    source_rank: int
+    destination_rank: int
     copies: tuple[Copy, ...]
 
     def __len__(self) -> int:
@@ -78,34 +78,35 @@ class Route:
     >>> way  # doctest: +NORMALIZE_WHITESPACE
     <Route of Qwen3-8B, 36 layers: tp 2, pp 1, LBNHC, blocks of 16
     -> tp 1, pp 1, BLHNC, blocks of 32>
-    >>> way.sources(dst_rank=0)
+    >>> way.sources(destination_rank=0)
     (0, 1)
-    >>> bound = way.bind(src_rank=1, dst_rank=0, src_blocks=[7, 4], dst_blocks=[2], tokens=32)
+    >>> blocks = {"source_blocks": [7, 4], "destination_blocks": [2]}
+    >>> bound = way.bind(source_rank=1, destination_rank=0, **blocks, tokens=32)
     >>> len(bound), bound.nbytes
     (4608, 2359296)
     """
 
     def __init__(
         self,
-        src: Plan,
-        dst: Plan,
+        source: Plan,
+        destination: Plan,
         *,
         layers: Iterable[str] | None = None,
         convert: str | None = None,
-        src_scales: Scales = None,
-        dst_scales: Scales = None,
+        source_scales: Scales = None,
+        destination_scales: Scales = None,
     ) -> None:
-        self.src, self.dst = checked_plan(src), checked_plan(dst)
-        ends = PlanEnd(src), PlanEnd(dst)
+        self.source, self.destination = checked_plan(source), checked_plan(destination)
+        ends = PlanEnd(source), PlanEnd(destination)
         names = None if layers is None else frozenset(layers)
         refuse(reasons(*ends, layers=names, converting=convert is not None))
-        self.layers = tuple(name for name in dst.layers if names is None or name in names)
-        visibilities = {name: shared_visibility(src, dst, name) for name in self.layers}
+        self.layers = tuple(name for name in destination.layers if names is None or name in names)
+        visibilities = {name: shared_visibility(source, destination, name) for name in self.layers}
         self.conversion: Conversion | None = None
         """The format changes of the route; None if nothing is converted."""
         self._converter: ConvertingCompiler | None = None
         if convert is not None:
-            scales = (src_scales, dst_scales)
+            scales = (source_scales, destination_scales)
             self.conversion = conversion_between(*ends, self.layers, convert, scales)
             self._converter = ConvertingCompiler(*ends, visibilities, self.conversion)
         self._compiler = self._converter or Compiler(*ends, visibilities)
@@ -115,54 +116,59 @@ class Route:
         self._casts: dict[_Chosen, CastPairs | None] = {}
 
     def __repr__(self) -> str:
-        src, dst = (
+        source, destination = (
             f"tp {plan.tp}, pp {plan.pp}, {plan.layout}, blocks of {plan.block_size}"
-            for plan in (self.src, self.dst)
+            for plan in (self.source, self.destination)
         )
         converting = f", {self.conversion.name}" if self.conversion else ""
-        return f"<Route of {self.dst.model}, {len(self.layers)} layers: {src} -> {dst}{converting}>"
+        layers = f"{self.destination.model}, {len(self.layers)} layers"
+        return f"<Route of {layers}: {source} -> {destination}{converting}>"
 
-    def sources(self, dst_rank: int) -> tuple[int, ...]:
+    def sources(self, destination_rank: int) -> tuple[int, ...]:
         """Return the source ranks from which a destination rank reads."""
-        return self._compiler.sources(checked_rank(self.dst, dst_rank, "destination"))
+        return self._compiler.sources(
+            checked_rank(self.destination, destination_rank, "destination")
+        )
 
-    def compile(self, *, src_rank: int, dst_rank: int) -> int:
+    def compile(self, *, source_rank: int, destination_rank: int) -> int:
         """Compile one pair of ranks before its first transfer, and return the number of strips."""
-        src_rank = self._checked_source(src_rank, dst_rank)
+        source_rank = self._checked_source(source_rank, destination_rank)
         if self._converter is not None:
-            return len(self._boxes(self._converter, src_rank, int(dst_rank), None))
-        pairs = self._pairs(self._compiler, src_rank, int(dst_rank), None)
-        return sum(len(runs.starts.src) for pair in pairs for runs in pair.states)
+            return len(self._boxes(self._converter, source_rank, int(destination_rank), None))
+        pairs = self._pairs(self._compiler, source_rank, int(destination_rank), None)
+        return sum(len(runs.starts.source) for pair in pairs for runs in pair.states)
 
     def bind(
         self,
         *,
-        src_rank: int,
-        dst_rank: int,
-        src_blocks: Blocks,
-        dst_blocks: Blocks,
+        source_rank: int,
+        destination_rank: int,
+        source_blocks: Blocks,
+        destination_blocks: Blocks,
         tokens: Any,
         layers: Iterable[str] | None = None,
     ) -> BoundRoute:
         """Return the byte ranges that copy a request's tokens from one rank to another.
 
-        `src_blocks` and `dst_blocks` are the request's block ids in token order, by group.
-        Entries that are not needed may have any value. A recurrent group takes either one id, or
-        a table whose entry for the last token holds the state. `layers` restricts the copy to
-        the named layers, for example to send layers as they are computed.
+        `source_blocks` and `destination_blocks` are the request's block ids in token order, by
+        group. Entries that are not needed may have any value. A recurrent group takes either one
+        id, or a table whose entry for the last token holds the state. `layers` restricts the copy
+        to the named layers, for example to send layers as they are computed.
         """
         self._refuse_converting()
-        request = self._request(src_rank, dst_rank, src_blocks, dst_blocks, tokens)
-        pairs = self._pairs(self._compiler, request.src.rank, request.dst.rank, layers)
-        return BoundRoute(request.src.rank, request.dst.rank, _copies(pairs, request))
+        request = self._request(
+            source_rank, destination_rank, source_blocks, destination_blocks, tokens
+        )
+        pairs = self._pairs(self._compiler, request.source.rank, request.destination.rank, layers)
+        return BoundRoute(request.source.rank, request.destination.rank, _copies(pairs, request))
 
     def stream(
         self,
         *,
-        src_rank: int,
-        dst_rank: int,
-        src_blocks: Blocks,
-        dst_blocks: Blocks,
+        source_rank: int,
+        destination_rank: int,
+        source_blocks: Blocks,
+        destination_blocks: Blocks,
         tokens: Any,
         layers: Iterable[str] | None = None,
     ) -> Stream:
@@ -174,9 +180,9 @@ class Route:
         >>> from kvatlas.planning import plan
         >>> orders = ("LBNHC", "BHLNC")
         >>> ends = [plan("Qwen3-8B", memory="200GiB", layout=o, max_len=1 << 20) for o in orders]
-        >>> blocks = list(range(65536))
+        >>> blocks = dict.fromkeys(("source_blocks", "destination_blocks"), range(65536))
         >>> long = route(*ends).stream(
-        ...     src_rank=0, dst_rank=0, src_blocks=blocks, dst_blocks=blocks, tokens=1 << 20
+        ...     source_rank=0, destination_rank=0, **blocks, tokens=1 << 20
         ... )
         >>> long.nbytes >> 30, long.runs
         (144, 301989888)
@@ -184,51 +190,55 @@ class Route:
         8192
         """
         self._refuse_converting()
-        request = self._request(src_rank, dst_rank, src_blocks, dst_blocks, tokens)
-        pairs = self._pairs(self._compiler, request.src.rank, request.dst.rank, layers)
+        request = self._request(
+            source_rank, destination_rank, source_blocks, destination_blocks, tokens
+        )
+        pairs = self._pairs(self._compiler, request.source.rank, request.destination.rank, layers)
         return Stream(pairs, request)
 
     def converted(
         self,
         *,
-        src_rank: int,
-        dst_rank: int,
-        src_blocks: Blocks,
-        dst_blocks: Blocks,
+        source_rank: int,
+        destination_rank: int,
+        source_blocks: Blocks,
+        destination_blocks: Blocks,
         tokens: Any,
         layers: Iterable[str] | None = None,
     ) -> ConvertedStream:
         """Return the converted bytes of a request as a stream, for a route with `convert=`.
 
         >>> from kvatlas.planning import plan
-        >>> src, dst = (plan("Qwen3-8B", memory="8GiB", kv_dtype=d) for d in ("fp8", "bf16"))
-        >>> way = route(src, dst, convert="fp8->bf16", src_scales=0.5)
-        >>> blocks = {"src_blocks": [7], "dst_blocks": [2]}
-        >>> way.converted(src_rank=0, dst_rank=0, **blocks, tokens=16)
+        >>> ends = (plan("Qwen3-8B", memory="8GiB", kv_dtype=d) for d in ("fp8", "bf16"))
+        >>> way = route(*ends, convert="fp8->bf16", source_scales=0.5)
+        >>> blocks = {"source_blocks": [7], "destination_blocks": [2]}
+        >>> way.converted(source_rank=0, destination_rank=0, **blocks, tokens=16)
         <ConvertedStream of 1,179,648 bytes that arrive as 2,359,296>
         """
         if self._converter is None:
             problem = "Route.converted needs a route with a conversion"
             hint = "Use Route.stream, or pass convert= to route()"
             raise AtlasError(Code.BAD_CONVERSION, problem, got=self, hint=hint)
-        request = self._request(src_rank, dst_rank, src_blocks, dst_blocks, tokens)
+        request = self._request(
+            source_rank, destination_rank, source_blocks, destination_blocks, tokens
+        )
         names = self._checked_layers(layers)
-        boxes = self._boxes(self._converter, request.src.rank, request.dst.rank, names)
+        boxes = self._boxes(self._converter, request.source.rank, request.destination.rank, names)
         casts = partial(self._cast_grids, self._converter, request, names)
         return ConvertedStream(boxes, request, casts)
 
-    def by_element(self, *, src_rank: Any, dst_rank: Any) -> bool:
+    def by_element(self, *, source_rank: Any, destination_rank: Any) -> bool:
         """Return whether elements can be converted one by one; True if nothing is converted."""
         if self._converter is None:
             return True
-        boxes = self._boxes(self._converter, int(src_rank), int(dst_rank), None)
+        boxes = self._boxes(self._converter, int(source_rank), int(destination_rank), None)
         return all(box.by_element for box in boxes)
 
     def needs(
         self,
         *,
-        dst_rank: int,
-        dst_blocks: Blocks,
+        destination_rank: int,
+        destination_blocks: Blocks,
         tokens: Any,
         layers: Iterable[str] | None = None,
     ) -> dict[int, tuple[Int64s, Int64s]]:
@@ -240,25 +250,27 @@ class Route:
         both plans keep all tokens, every token (see `needed_states`). Earlier blocks are not
         written, and no later token sees them.
         """
-        copies = _copies(*self._arriving(dst_rank, dst_blocks, tokens, layers))
-        return {copy.dst_pool: join_ranges(copy.dst, copy.length) for copy in copies}
+        copies = _copies(*self._arriving(destination_rank, destination_blocks, tokens, layers))
+        return {
+            copy.destination_pool: join_ranges(copy.destination, copy.length) for copy in copies
+        }
 
     def needed_bytes(
         self,
         *,
-        dst_rank: int,
-        dst_blocks: Blocks,
+        destination_rank: int,
+        destination_blocks: Blocks,
         tokens: Any,
         layers: Iterable[str] | None = None,
     ) -> int:
         """Return the total number of bytes that `needs` lists, without listing them."""
-        return Stream(*self._arriving(dst_rank, dst_blocks, tokens, layers)).nbytes
+        return Stream(*self._arriving(destination_rank, destination_blocks, tokens, layers)).nbytes
 
     def filled_blocks(
         self,
         *,
-        dst_rank: int,
-        dst_blocks: Blocks,
+        destination_rank: int,
+        destination_blocks: Blocks,
         tokens: Any,
         layers: Iterable[str] | None = None,
     ) -> dict[int, Int64s]:
@@ -267,63 +279,80 @@ class Route:
         >>> from kvatlas.planning import plan
         >>> ends = [plan("Qwen3-8B", memory="1GiB", max_len=512, layout=o) for o in ("NHD", "HND")]
         >>> way = route(*ends)
-        >>> way.filled_blocks(dst_rank=0, dst_blocks=[7, 4, 9, 8], tokens=(16, 40))
+        >>> way.filled_blocks(destination_rank=0, destination_blocks=[7, 4, 9, 8], tokens=(16, 40))
         {0: array([1, 2])}
         """
-        pairs, arriving = self._arriving(dst_rank, dst_blocks, tokens, layers)
+        pairs, arriving = self._arriving(destination_rank, destination_blocks, tokens, layers)
         for compiled in pairs:
             arriving.states(compiled.pair)
         arriving.check_distinct()
-        return arriving.dst.used_entries()
+        return arriving.destination.used_entries()
 
     def prepare(
         self,
         *,
-        src_rank: int,
-        dst_rank: int,
-        src_base: Base = 0,
-        dst_base: Base = 0,
-        src_device: int = 0,
-        dst_device: int = 0,
+        source_rank: int,
+        destination_rank: int,
+        source_base: Base = 0,
+        destination_base: Base = 0,
+        source_device: int = 0,
+        destination_device: int = 0,
         layers: Iterable[str] | None = None,
     ) -> PreparedRoute:
         """Return descriptors of all blocks of two ranks, for transports that register them."""
         self._refuse_converting()
-        src_rank = self._checked_source(src_rank, dst_rank)
+        source_rank = self._checked_source(source_rank, destination_rank)
         return PreparedRoute(
-            self._compiler.strips(src_rank, int(dst_rank), self._checked_layers(layers)),
-            RankMemory(self.src, src_rank, src_base, src_device),
-            RankMemory(self.dst, int(dst_rank), dst_base, dst_device),
+            self._compiler.strips(source_rank, int(destination_rank), self._checked_layers(layers)),
+            RankMemory(self.source, source_rank, source_base, source_device),
+            RankMemory(
+                self.destination, int(destination_rank), destination_base, destination_device
+            ),
         )
 
     # -- internals --------------------------------------------------------------------
 
     def _request(
-        self, src_rank: int, dst_rank: int, src_blocks: Blocks, dst_blocks: Blocks, tokens: Any
+        self,
+        source_rank: int,
+        destination_rank: int,
+        source_blocks: Blocks,
+        destination_blocks: Blocks,
+        tokens: Any,
     ) -> RequestEnds:
-        src_rank = self._checked_source(src_rank, dst_rank)
+        source_rank = self._checked_source(source_rank, destination_rank)
         return RequestEnds(
-            RequestTables(self.src, src_rank, src_blocks, "source"),
-            RequestTables(self.dst, int(dst_rank), dst_blocks, "destination"),
+            RequestTables(self.source, source_rank, source_blocks, "source"),
+            RequestTables(
+                self.destination, int(destination_rank), destination_blocks, "destination"
+            ),
             tokens,
         )
 
     def _arriving(
-        self, dst_rank: int, dst_blocks: Blocks, tokens: Any, layers: Iterable[str] | None
+        self,
+        destination_rank: int,
+        destination_blocks: Blocks,
+        tokens: Any,
+        layers: Iterable[str] | None,
     ) -> tuple[list[CompiledPair], RequestEnds]:
         """Return the runs and tables of a copy from the destination rank to itself.
 
         The bytes of this copy are the bytes that must arrive at the rank.
         """
-        rank = checked_rank(self.dst, dst_rank, "destination")
-        tables = RequestTables(self.dst, rank, dst_blocks, "destination")
+        rank = checked_rank(self.destination, destination_rank, "destination")
+        tables = RequestTables(self.destination, rank, destination_blocks, "destination")
         request = RequestEnds(tables, tables, tokens)
         return self._pairs(self._arrivals, rank, rank, layers), request
 
     def _pairs(
-        self, compiler: Compiler, src_rank: int, dst_rank: int, layers: Iterable[str] | None
+        self,
+        compiler: Compiler,
+        source_rank: int,
+        destination_rank: int,
+        layers: Iterable[str] | None,
     ) -> list[CompiledPair]:
-        chosen = (src_rank, dst_rank, self._checked_layers(layers))
+        chosen = (source_rank, destination_rank, self._checked_layers(layers))
 
         def compiled() -> list[CompiledPair]:
             return [compile_pair(pair, own) for pair, own in compiler.strips(*chosen).items()]
@@ -333,17 +362,17 @@ class Route:
     def _boxes(
         self,
         converter: ConvertingCompiler,
-        src_rank: int,
-        dst_rank: int,
+        source_rank: int,
+        destination_rank: int,
         names: frozenset[str] | None,
     ) -> list[ConvertedBox]:
-        chosen = (src_rank, dst_rank, names)
+        chosen = (source_rank, destination_rank, names)
         return _cached(self._converted, chosen, lambda: converter.boxes(*chosen))
 
     def _cast_grids(
         self, converter: ConvertingCompiler, request: RequestEnds, names: frozenset[str] | None
     ) -> list[Copy] | None:
-        chosen = (request.src.rank, request.dst.rank, names)
+        chosen = (request.source.rank, request.destination.rank, names)
         pairs = _cached(self._casts, chosen, lambda: compile_casts(converter, *chosen))
         return None if pairs is None else cast_grids(pairs, request)
 
@@ -354,17 +383,17 @@ class Route:
             got, hint = f"convert={self.conversion.name!r}", "Use Route.converted"
             raise AtlasError(Code.BAD_CONVERSION, problem, got=got, hint=hint)
 
-    def _checked_source(self, src_rank: int, dst_rank: int) -> int:
-        src_rank = checked_rank(self.src, src_rank, "source")
-        sources = self.sources(dst_rank)
-        if src_rank not in sources:
+    def _checked_source(self, source_rank: int, destination_rank: int) -> int:
+        source_rank = checked_rank(self.source, source_rank, "source")
+        sources = self.sources(destination_rank)
+        if source_rank not in sources:
             raise AtlasError(
                 Code.NOT_A_SOURCE,
-                f"Destination rank {dst_rank} does not read from this source rank",
-                got=f"src_rank={src_rank}",
-                hint=f"Pass one of the ranks of Route.sources({dst_rank}): {list(sources)}",
+                f"Destination rank {destination_rank} does not read from this source rank",
+                got=f"source_rank={source_rank}",
+                hint=f"Pass one of the ranks of Route.sources({destination_rank}): {list(sources)}",
             )
-        return src_rank
+        return source_rank
 
     def _checked_layers(self, layers: Iterable[str] | None) -> frozenset[str] | None:
         names = None if layers is None else frozenset(layers)
@@ -398,21 +427,26 @@ def _cached(made: dict[Any, _V], key: object, make: Callable[[], _V]) -> _V:
 
 
 def route(
-    src: Plan,
-    dst: Plan,
+    source: Plan,
+    destination: Plan,
     *,
     layers: Iterable[str] | None = None,
     convert: str | None = None,
-    src_scales: Scales = None,
-    dst_scales: Scales = None,
+    source_scales: Scales = None,
+    destination_scales: Scales = None,
 ) -> Route:
     """Compile the route from one plan to another; raise an error if they are incompatible.
 
     Compatibility depends on what the layers store, not on the model's name. `layers` restricts
     the route to the named layers. `convert` names the conversions between different formats, for
     example "fp8->bf16". To convert from fp8 or nvfp4, pass the source's per-tensor scales as
-    `src_scales`; to convert to fp8 or nvfp4, pass the destination's as `dst_scales`.
+    `source_scales`; to convert to fp8 or nvfp4, pass the destination's as `destination_scales`.
     """
     return Route(
-        src, dst, layers=layers, convert=convert, src_scales=src_scales, dst_scales=dst_scales
+        source,
+        destination,
+        layers=layers,
+        convert=convert,
+        source_scales=source_scales,
+        destination_scales=destination_scales,
     )

@@ -57,7 +57,7 @@ class SpanPattern(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes to copy."""
-        return len(self.template.starts.src) * int(self.template.length.sum())
+        return len(self.template.starts.source) * int(self.template.length.sum())
 
     def fill(self, end: int, tables: Mapping[int, BlockIds], out: Int64s) -> None:
         """Write each span's byte offset at one end to `out`; `tables` maps group to block ids."""
@@ -67,12 +67,12 @@ class SpanPattern(NamedTuple):
         if made.inside[end]:
             out += made.offsets[end]
 
-    def grid(self, src: Mapping[int, BlockIds], dst: Mapping[int, BlockIds]) -> Copy:
-        """Return a `Copy` with the runs of a request whose block tables are `src` and `dst`."""
+    def grid(self, source: Mapping[int, BlockIds], destination: Mapping[int, BlockIds]) -> Copy:
+        """Return a `Copy` with the runs of a request, from its block tables at both ends."""
         made = self.template
         at = np.empty((2, len(made.length)), dtype=np.int64)
-        self.fill(0, src, at[0])
-        self.fill(1, dst, at[1])
+        self.fill(0, source, at[0])
+        self.fill(1, destination, at[1])
         return Copy(*self.pools, at[0], at[1], made.length, starts=made.starts)
 
     def reach(self, end: int, blocks: int) -> tuple[int, int]:
@@ -146,13 +146,15 @@ def _template(
     runs: RepeatedRuns, starts: Starts, spans: StateSpans, *, whole: bool
 ) -> SpanTemplate:
     none = np.zeros(len(spans.length), dtype=np.int64)
-    src, dst, length = runs.strip.byte_ranges(spans, (none, none), whole=whole, join=False)
+    source, destination, length = runs.strip.byte_ranges(
+        spans, (none, none), whole=whole, join=False
+    )
     # One row per span, or one per state.
-    each = np.ones_like(spans.length) if len(src) == len(none) else spans.length
-    entries = np.repeat(spans.src.entry, each), np.repeat(spans.dst.entry, each)
+    each = np.ones_like(spans.length) if len(source) == len(none) else spans.length
+    entries = np.repeat(spans.source.entry, each), np.repeat(spans.destination.entry, each)
     in_order = np.arange(len(length))
     return SpanTemplate(
-        starts, entries, (src, dst), length,
+        starts, entries, (source, destination), length,
         (np.array_equal(entries[0], in_order), np.array_equal(entries[1], in_order)),
-        (bool(src.any()), bool(dst.any())),
+        (bool(source.any()), bool(destination.any())),
     )  # fmt: skip

@@ -104,14 +104,16 @@ class StreamChunk(NamedTuple):
             last = int(np.searchsorted(self.ends, stop, side="left")) + 1
             before = start - int(self.ends[first] - copy.length[first])
             after = int(self.ends[last - 1]) - stop
-        src, dst, length = (a[first:last] for a in (copy.src, copy.dst, copy.length))
+        source, destination, length = (
+            a[first:last] for a in (copy.source, copy.destination, copy.length)
+        )
         if before or after:
-            src, dst, length = src.copy(), dst.copy(), length.copy()
-            src[0] += before
-            dst[0] += before
+            source, destination, length = source.copy(), destination.copy(), length.copy()
+            source[0] += before
+            destination[0] += before
             length[0] -= before
             length[-1] -= after
-        return Copy(copy.src_pool, copy.dst_pool, src, dst, length)
+        return Copy(copy.source_pool, copy.destination_pool, source, destination, length)
 
 
 class Stream:
@@ -122,13 +124,19 @@ class Stream:
 
     def __init__(self, pairs: Sequence[CompiledPair], request: RequestEnds) -> None:
         self._request = request
-        moving = [(compiled, request.states(compiled.pair)) for compiled in pairs]
+        self._moving = [(compiled, request.states(compiled.pair)) for compiled in pairs]
         request.check_distinct()
-        self._sections = [part for compiled, own in moving for part in _sections(compiled, own)]
-        self._ends = list(accumulate(section.nbytes for section in self._sections))
         # Each value is replaced as a whole, so threads need no lock. At worst, two compute it.
         self._last: StreamChunk | None = None
         self._grids: list[Copy] | None = None
+
+    @cached_property
+    def _sections(self) -> list[StreamSection]:
+        return [part for compiled, own in self._moving for part in _sections(compiled, own)]
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(section.nbytes for section in self._sections))
 
     def __repr__(self) -> str:
         return f"<Stream of {self.nbytes:,} bytes in at most {self.runs:,} runs>"
@@ -177,19 +185,23 @@ class Stream:
         Computed once and cached.
         """
         if self._grids is None:
-            tables = self._request.src.by_group, self._request.dst.by_group
+            tables = self._request.source.by_group, self._request.destination.by_group
             self._grids = [pattern.grid(*tables) for pattern in self._patterns()]
         return self._grids
 
     @property
     def table_lengths(self) -> tuple[Lengths, Lengths]:
         """(source, destination) lengths of the block tables, in entries."""
-        return table_lengths(self._request.src.by_group), table_lengths(self._request.dst.by_group)
+        return table_lengths(self._request.source.by_group), table_lengths(
+            self._request.destination.by_group
+        )
 
     def shape(self) -> RequestShape:
         """Return the stream's runs without block ids, to reuse them with other block ids."""
-        src, dst = self._request.src, self._request.dst
-        return RequestShape(self.nbytes, tuple(self._patterns()), TableShape(src), TableShape(dst))
+        source, destination = self._request.source, self._request.destination
+        return RequestShape(
+            self.nbytes, tuple(self._patterns()), TableShape(source), TableShape(destination)
+        )
 
     def _patterns(self) -> Iterator[SpanPattern]:
         for section in self._sections:
@@ -229,7 +241,7 @@ class Stream:
             cuts = (stop - first) // section.chunk + 1
             count += count_ranges(compiled, bound, cuts)
             if section.chunk % max(sizes):  # Chunks smaller than a block also cut its spans.
-                count += cuts * sum(len(runs.starts.src) for runs in compiled.states)
+                count += cuts * sum(len(runs.starts.source) for runs in compiled.states)
         return count
 
 
@@ -299,21 +311,21 @@ def _of_cells(
 def _divided(repeated: list[RepeatedRuns], each: int) -> Iterator[list[RepeatedRuns]]:
     """Divide strips into lists of at most `CHUNK_RUNS` runs; each start counts as `each` runs."""
     most = max(1, CHUNK_RUNS // each)
-    if sum(len(runs.starts.src) for runs in repeated) <= most:
+    if sum(len(runs.starts.source) for runs in repeated) <= most:
         yield repeated
         return
     for runs in repeated:
-        for first in range(0, len(runs.starts.src), most):
+        for first in range(0, len(runs.starts.source), most):
             yield [runs.part(first, first + most)]
 
 
 def _runs(repeated: list[RepeatedRuns], spans: int, states: int) -> int:
     """Return the maximum number of runs of `spans` spans with `states` states in total."""
     return sum(
-        len(runs.starts.src) * (spans if runs.strip.gapless else states) for runs in repeated
+        len(runs.starts.source) * (spans if runs.strip.gapless else states) for runs in repeated
     )
 
 
 def _bytes(repeated: list[RepeatedRuns]) -> int:
     """Return how many bytes the runs copy per state; per kernel block if they cover whole ones."""
-    return sum(len(runs.starts.src) * runs.strip.item for runs in repeated)
+    return sum(len(runs.starts.source) * runs.strip.item for runs in repeated)

@@ -45,7 +45,7 @@ def needed_states(visibility: Visibility, per_state: int, start: int, stop: int)
     return first // per_state, stop // per_state
 
 
-def shared_visibility(src: Plan, dst: Plan, layer: str) -> Visibility:
+def shared_visibility(source: Plan, destination: Plan, layer: str) -> Visibility:
     """Return which tokens of a layer must be copied between two plans.
 
     If both plans keep all tokens, all are copied. Otherwise the visibility of the destination's
@@ -56,6 +56,6 @@ def shared_visibility(src: Plan, dst: Plan, layer: str) -> Visibility:
     >>> shared_visibility(prefill, decode, "model.layers.0.attn.attn").window
     128
     """
-    groups = [plan.groups[plan.region_of(layer)[0].group] for plan in (src, dst)]
+    groups = [plan.groups[plan.region_of(layer)[0].group] for plan in (source, destination)]
     partial = any(group.visibility != Visibility() for group in groups)
-    return dst.spec(layer).visibility if partial else Visibility()
+    return destination.spec(layer).visibility if partial else Visibility()

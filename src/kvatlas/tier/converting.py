@@ -27,23 +27,24 @@ PLANS = 16
 class Converting:
     """A conversion of blocks to another cache dtype: its name and per-tensor scales.
 
-    >>> Converting("bf16->fp8", dst_scales=0.5) == Converting("bf16->fp8", dst_scales=0.5)
+    >>> half = Converting("bf16->fp8", destination_scales=0.5)
+    >>> half == Converting("bf16->fp8", destination_scales=0.5)
     True
     """
 
     name: str
     """Source and destination formats, such as "bf16->fp8", as in `route(convert=)`."""
-    src_scales: Scales = None
+    source_scales: Scales = None
     """Scales with which the blocks were written."""
-    dst_scales: Scales = None
+    destination_scales: Scales = None
     """Scales of the cache into which the blocks are fetched."""
 
     def __post_init__(self) -> None:
         """Copy mappings of scales, because the caller may change them later."""
-        for scales in (self.src_scales, self.dst_scales):
+        for scales in (self.source_scales, self.destination_scales):
             tensor_scales(scales, scales if isinstance(scales, Mapping) else ("all layers",))
-        object.__setattr__(self, "src_scales", _frozen(self.src_scales))
-        object.__setattr__(self, "dst_scales", _frozen(self.dst_scales))
+        object.__setattr__(self, "source_scales", _frozen(self.source_scales))
+        object.__setattr__(self, "destination_scales", _frozen(self.destination_scales))
 
     def __hash__(self) -> int:
         return hash(self.name)  # a mapping of scales cannot be hashed
@@ -60,28 +61,28 @@ class TierRoutes:
 
     >>> from kvatlas.planning import plan
     >>> tier, cache = (plan("Qwen3-8B", memory="8GiB", kv_dtype=d) for d in ("bf16", "fp8"))
-    >>> TierRoutes(tier).to(cache, Converting("bf16->fp8", dst_scales=0.5)).conversion.name
+    >>> TierRoutes(tier).to(cache, Converting("bf16->fp8", destination_scales=0.5)).conversion.name
     'bf16->fp8'
     """
 
     def __init__(self, tier: Plan) -> None:
         self._made = lru_cache(PLANS)(partial(_between, tier))
 
-    def to(self, dst: Plan, convert: Converting | None = None) -> Route:
-        """Return the route from the tier's plan to `dst`.
+    def to(self, destination: Plan, convert: Converting | None = None) -> Route:
+        """Return the route from the tier's plan to `destination`.
 
         With `convert`, the route converts layers whose formats differ.
         """
         if convert is not None:
             check_converting(convert)
-        return self._made(dst, convert)
+        return self._made(destination, convert)
 
 
 def check_converting(convert: object) -> None:
     """Raise an error unless `convert` is a `Converting`. A plain name would lack scales."""
     if not isinstance(convert, Converting):
         problem = "A conversion must be a Converting object"
-        hint = 'Pass for example Converting("bf16->fp8", dst_scales=0.5)'
+        hint = 'Pass for example Converting("bf16->fp8", destination_scales=0.5)'
         raise AtlasError(Code.BAD_CONVERSION, problem, got=repr(convert)[:200], hint=hint)
 
 
@@ -91,19 +92,19 @@ def converting_rows(written: Converting | None, asked: Converting | None) -> Con
     `written` is the conversion that the tier was opened with. If one of them is None, return the
     other.
 
-    >>> rows = Converting("fp8->bf16", src_scales=0.5)
-    >>> converting_rows(rows, Converting("fp8->fp16")).src_scales
+    >>> rows = Converting("fp8->bf16", source_scales=0.5)
+    >>> converting_rows(rows, Converting("fp8->fp16")).source_scales
     0.5
     """
     if asked is None or written is None:
         return asked if written is None else written
     check_converting(asked)
-    if asked.src_scales not in (None, written.src_scales):
+    if asked.source_scales not in (None, written.source_scales):
         problem = "The source scales differ from those that the tier was opened with"
-        got = f"src_scales {asked.src_scales!r:.80}, expected {written.src_scales!r:.80}"
-        hint = "Omit src_scales to use those of the tier"
+        got = f"source_scales {asked.source_scales!r:.80}, expected {written.source_scales!r:.80}"
+        hint = "Omit source_scales to use those of the tier"
         raise AtlasError(Code.BAD_CONVERSION, problem, got=got, hint=hint)
-    return replace(asked, src_scales=written.src_scales)
+    return replace(asked, source_scales=written.source_scales)
 
 
 def kept_as_written(convert: Converting) -> Converting:
@@ -111,39 +112,45 @@ def kept_as_written(convert: Converting) -> Converting:
 
     In the result, the source scales equal the destination scales.
 
-    >>> kept_as_written(Converting("bf16->fp8", dst_scales=0.5)).src_scales
+    >>> kept_as_written(Converting("bf16->fp8", destination_scales=0.5)).source_scales
     0.5
     """
-    return replace(convert, src_scales=convert.dst_scales)
+    return replace(convert, source_scales=convert.destination_scales)
 
 
-def _between(src: Plan, dst: Plan, convert: Converting | None) -> Route:
-    alike = fingerprint(src) == fingerprint(dst)
+def _between(source: Plan, destination: Plan, convert: Converting | None) -> Route:
+    alike = fingerprint(source) == fingerprint(destination)
     # If the formats match and no source scales are given, there is nothing to convert or check.
-    if convert is None or (alike and convert.src_scales is None):
-        return route(src, dst)
+    if convert is None or (alike and convert.source_scales is None):
+        return route(source, destination)
     about: dict[str, Any] = {}
     if not alike:
-        scales = {"src_scales": convert.src_scales, "dst_scales": convert.dst_scales}
+        scales = {
+            "source_scales": convert.source_scales,
+            "destination_scales": convert.destination_scales,
+        }
         about = {"convert": convert.name, **scales}
-    made = route(src, dst, **about)  # first: its errors for unlike models are more specific
-    _refuse_rescaling(src, dst, convert)
+    made = route(
+        source, destination, **about
+    )  # first: its errors for unlike models are more specific
+    _refuse_rescaling(source, destination, convert)
     return made
 
 
-def _refuse_rescaling(src: Plan, dst: Plan, convert: Converting) -> None:
+def _refuse_rescaling(source: Plan, destination: Plan, convert: Converting) -> None:
     """Raise an error if a layer that is not converted has different source and destination scales.
 
     Such a layer has the same format in both plans and is copied unchanged.
     """
-    specs = _specs(src), _specs(dst)
-    mine = tensor_scales(convert.src_scales, specs[0])
-    theirs = tensor_scales(convert.dst_scales, specs[1])
+    specs = _specs(source), _specs(destination)
+    mine = tensor_scales(convert.source_scales, specs[0])
+    theirs = tensor_scales(convert.destination_scales, specs[1])
     for name in specs[0].keys() & specs[1].keys():
         one, two = (without_packing(own[name]) for own in specs)
         if one == two and needs_scales(two) and mine.get(name) != theirs.get(name):
             problem = "A layer with the same format at both ends must have the same scales at both"
-            got = f"src_scales {mine.get(name)} and dst_scales {theirs.get(name)} for {name:.200}"
+            scales = f"source_scales {mine.get(name)} and destination_scales {theirs.get(name)}"
+            got = f"{scales} for {name:.200}"
             hint = "Fetch into a cache with the scales that the blocks were written with"
             raise AtlasError(Code.BAD_CONVERSION, problem, got=got, hint=hint)
 

@@ -123,8 +123,11 @@ class TierFile:
         with self._whole_file():
             sums = self._write_pieces(work, pools)
             for copy in (copy for copy, of_copy in cut if not of_copy and len(copy)):
-                src, dst, length = copy.runs()
-                ends = near[copy.src_pool].address + src, self._far(copy.dst_pool, dst)
+                source, destination, length = copy.runs()
+                ends = (
+                    near[copy.source_pool].address + source,
+                    self._far(copy.destination_pool, destination),
+                )
                 for _ in copy_file_runs(lambda: self._fd, *ends, length, write=True):
                     pass
         return sums
@@ -137,22 +140,24 @@ class TierFile:
         """
         if copy.starts is not ORIGIN:
             return grid_pieces(copy)
-        return pieces(copy.src, copy.dst, copy.length, self._block_bytes[copy.dst_pool])
+        return pieces(
+            copy.source, copy.destination, copy.length, self._block_bytes[copy.destination_pool]
+        )
 
     def _write_pieces(self, work: Sequence[_Work], pools: Mapping[int, Bytes]) -> PartSums:
         """Write pieces on several cores and return their contributions to block checksums."""
         written = self._on_cores(lambda one: self._write_piece(*one, pools), work)
         sums = {}
-        for pool in {move.dst_pool for move, _ in work}:
+        for pool in {move.destination_pool for move, _ in work}:
             pairs = zip(work, written, strict=True)
-            stretches = [some for (move, _), some in pairs if move.dst_pool == pool]
+            stretches = [some for (move, _), some in pairs if move.destination_pool == pool]
             for block_id, part in part_sums(stretches, self._block_bytes[pool]):
                 sums[pool, block_id] = part
         return sums
 
     def _write_piece(self, move: Copy, piece: Piece, pools: Mapping[int, Bytes]) -> SummedStretches:
-        offset = self._places[move.dst_pool].address
-        return self._writer.write(piece, pools[move.src_pool], offset)
+        offset = self._places[move.destination_pool].address
+        return self._writer.write(piece, pools[move.source_pool], offset)
 
     def read(self, copies: Sequence[Copy], pools: Mapping[int, Bytes]) -> None:
         """Copy from blocks of the file into pools in memory."""
@@ -163,7 +168,9 @@ class TierFile:
 
     def _read_part(self, part: Copy, pools: Mapping[int, Bytes]) -> None:
         far, near, length = part.runs()
-        self._reader.read(pools[part.dst_pool], near, self._far(part.src_pool, far), length)
+        self._reader.read(
+            pools[part.destination_pool], near, self._far(part.source_pool, far), length
+        )
 
     def _far(self, pool: int, at: Int64s) -> Int64s:
         """Translate byte offsets in a pool to byte offsets in the file."""
@@ -272,13 +279,21 @@ def _parts(copy: Copy) -> Iterator[Copy]:
     Each part has some of the spans of `Copy` and all of its starts or, if there are too few spans,
     all spans and some of the starts.
     """
-    if len(copy.length) >= min(_SUMMING, len(copy.starts.src)):
+    if len(copy.length) >= min(_SUMMING, len(copy.starts.source)):
         for some in _cuts(len(copy.length), copy.nbytes):
-            yield replace(copy, src=copy.src[some], dst=copy.dst[some], length=copy.length[some])
+            yield replace(
+                copy,
+                source=copy.source[some],
+                destination=copy.destination[some],
+                length=copy.length[some],
+            )
     else:
-        src, dst = copy.starts.ends
-        for some in _cuts(len(src), copy.nbytes):
-            yield replace(copy, starts=replace(copy.starts, src=src[some], dst=dst[some]))
+        source, destination = copy.starts.ends
+        for some in _cuts(len(source), copy.nbytes):
+            yield replace(
+                copy,
+                starts=replace(copy.starts, source=source[some], destination=destination[some]),
+            )
 
 
 def _cuts(count: int, nbytes: int) -> Iterator[slice]:

@@ -85,9 +85,11 @@ class Piece(NamedTuple):
                 pass
             return
         span_bytes, (near, _) = int(self.length.sum()), self.spans
-        src = (near[:, None] + self.packed.src).reshape(-1)
-        dst = (span_bytes * np.arange(len(near))[:, None] + self.packed.dst).reshape(-1)
-        nested = NestedSteps(src, dst, self.packed.steps)
+        source = (near[:, None] + self.packed.source).reshape(-1)
+        destination = (
+            span_bytes * np.arange(len(near))[:, None] + self.packed.destination
+        ).reshape(-1)
+        nested = NestedSteps(source, destination, self.packed.steps)
         copy_nested_unchecked(memory, room, nested, int(self.length[0]))
 
     def scatter(self, room: Bytes, memory: Bytes) -> None:
@@ -120,21 +122,21 @@ def grid_pieces(grid: Copy) -> list[Piece]:
     """
     if not len(grid) or not one_length(grid.length):
         return []
-    each, (src, dst) = int(grid.length[0]), grid.starts.ends
-    apart = np.concatenate([[True], dst[1:] != dst[:-1] + each])
-    if len(dst) * each < _LONG_STRETCH * np.count_nonzero(apart):
+    each, (source, destination) = int(grid.length[0]), grid.starts.ends
+    apart = np.concatenate([[True], destination[1:] != destination[:-1] + each])
+    if len(destination) * each < _LONG_STRETCH * np.count_nonzero(apart):
         return []
     piece = min(_PIECE, max(_SMALL_PIECE, grid.nbytes // _PIECES))
     runs, made = max(1, piece // each), []
-    for start in range(0, len(dst), runs):
+    for start in range(0, len(destination), runs):
         some = slice(start, start + runs)
-        starts, cut = (src[some], dst[some]), apart[some].copy()
+        starts, cut = (source[some], destination[some]), apart[some].copy()
         cut[0] = True
         first, at_once = np.flatnonzero(cut), max(1, runs // len(cut))
         length = np.broadcast_to(np.int64(each), len(cut))
         packed = NestedSteps.of(starts[0], each * np.arange(len(cut)))
-        for begin in range(0, len(grid.src), at_once):
-            spans = grid.src[begin : begin + at_once], grid.dst[begin : begin + at_once]
+        for begin in range(0, len(grid.source), at_once):
+            spans = grid.source[begin : begin + at_once], grid.destination[begin : begin + at_once]
             made.append(Piece(starts, length, first, spans, packed))
     return made
 

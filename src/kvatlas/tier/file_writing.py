@@ -62,27 +62,27 @@ class PieceWriter:
             return self._write(room, np.cumsum(nbytes) - nbytes, far, nbytes, offset)
 
     def _write(
-        self, memory: Bytes, src: Int64s, dst: Int64s, length: Int64s, offset: int
+        self, memory: Bytes, source: Int64s, destination: Int64s, length: Int64s, offset: int
     ) -> SummedStretches:
-        data, to = memory.data, offset + dst
-        ends = zip(src.tolist(), (src + length).tolist(), strict=True)
+        data, to = memory.data, offset + destination
+        ends = zip(source.tolist(), (source + length).tolist(), strict=True)
         stretches = [data[start:stop] for start, stop in ends]
         if int(length.max()) >= _AT_ONCE:
             crcs = self._write_long(stretches, to.tolist())
         else:
             with self._summing:
                 crcs = [crc32(stretch, START) for stretch in stretches]
-            if not self._write_mapped(memory.ctypes.data + src, to, length):
+            if not self._write_mapped(memory.ctypes.data + source, to, length):
                 self._write_short(stretches, to.tolist())
-        return SummedStretches(dst, length, np.array(crcs, np.uint32))
+        return SummedStretches(destination, length, np.array(crcs, np.uint32))
 
-    def _write_mapped(self, src: Int64s, to: Int64s, length: Int64s) -> bool:
+    def _write_mapped(self, source: Int64s, to: Int64s, length: Int64s) -> bool:
         """Write contiguous ranges in one call. Return False if that fails or would be slower."""
         now, regions = time.monotonic(), to // _REGION
         recent = now - float(self._written[regions].min()) < _STILL_DIRTY
         self._written[regions] = now
         long = int(length.sum()) >= _MAPPED_STRETCH * len(length)
-        return self._map is not None and recent and long and self._map.write(src, to, length)
+        return self._map is not None and recent and long and self._map.write(source, to, length)
 
     def _write_short(self, stretches: list[memoryview], to: list[int]) -> None:
         with self._turn:

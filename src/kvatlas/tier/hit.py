@@ -110,8 +110,8 @@ class Hit:
     def _ends(self, rank: int, blocks: Any, start: int | None) -> dict[str, Any]:
         """Return the keyword arguments of `Route.bind` for a fetch into a rank's blocks."""
         tokens = self.start if start is None else max(start, self.start), self.tokens
-        ends = {"src_blocks": self.tables, "dst_blocks": blocks, "tokens": tokens}
-        return {"src_rank": 0, "dst_rank": rank, **ends}
+        ends = {"source_blocks": self.tables, "destination_blocks": blocks, "tokens": tokens}
+        return {"source_rank": 0, "destination_rank": rank, **ends}
 
     def release(self) -> None:
         """Unpin the blocks. A second call does nothing."""

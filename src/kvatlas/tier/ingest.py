@@ -50,10 +50,10 @@ class Delivery(NamedTuple):
 class Ingest:
     """Computes which bytes each rank of one plan contributes to a tier's blocks."""
 
-    def __init__(self, src: Plan, tier: Plan) -> None:
+    def __init__(self, source: Plan, tier: Plan) -> None:
         self.number = next(_numbers)
-        self.spans = TierSpans(tier, src)
-        self.route = route(src, with_room(tier))
+        self.spans = TierSpans(tier, source)
+        self.route = route(source, with_room(tier))
         self.block_bytes = {pool.index: pool.block_bytes for pool in tier.pools}
         self.pool_of = [group.pool for group in tier.groups]
         self._known: dict[tuple[int, Shape], Delivery] = {}
@@ -77,7 +77,11 @@ class Ingest:
             bound = self.route.bind(**_ends(rank, blocks, tables, tokens))
             known = self._deliveries(rank, ids, lambda: bound.copies, tables, tokens)
         target = _targets(ids, numbers)
-        aimed = [part for copy in bound.copies for part in self._aimed(copy, target[copy.dst_pool])]
+        aimed = [
+            part
+            for copy in bound.copies
+            for part in self._aimed(copy, target[copy.destination_pool])
+        ]
         return aimed, known
 
     def grids(
@@ -94,7 +98,9 @@ class Ingest:
             known = self._deliveries(rank, ids, lambda: bind().copies, tables, tokens)
             grids = self.route.stream(**ends).grids()
         target = _targets(ids, numbers)
-        aimed = [part for grid in grids for part in self._aimed(grid, target[grid.dst_pool])]
+        aimed = [
+            part for grid in grids for part in self._aimed(grid, target[grid.destination_pool])
+        ]
         return aimed, known
 
     def deliveries(
@@ -143,14 +149,19 @@ class Ingest:
 
         Runs to a placeholder number without a block id are dropped.
         """
-        block_bytes = self.block_bytes[copy.dst_pool]
-        number, within = np.divmod(copy.dst, APART * block_bytes)
+        block_bytes = self.block_bytes[copy.destination_pool]
+        number, within = np.divmod(copy.destination, APART * block_bytes)
         block_id = target[number]
-        dst, kept = block_id * block_bytes + within, block_id >= 0
+        destination, kept = block_id * block_bytes + within, block_id >= 0
         if kept.all():
-            yield replace(copy, dst=dst)
+            yield replace(copy, destination=destination)
         elif kept.any():
-            yield replace(copy, src=copy.src[kept], dst=dst[kept], length=copy.length[kept])
+            yield replace(
+                copy,
+                source=copy.source[kept],
+                destination=destination[kept],
+                length=copy.length[kept],
+            )
 
     def _deliveries(
         self,
@@ -173,12 +184,14 @@ class Ingest:
             unknown = list(shapes.values())
         if unknown:
             copies = list(written())
-            all_needs = self.route.needs(dst_rank=0, dst_blocks=tables, tokens=tokens)
+            all_needs = self.route.needs(
+                destination_rank=0, destination_blocks=tables, tokens=tokens
+            )
             for need in unknown:
                 pool = self.pool_of[need.group]
                 entry = -1 if self.spans.recurrent(need.group) else need.entry
                 number = int(tables[need.group][entry]) // APART
-                mine = [(c.dst, c.length) for c in copies if c.dst_pool == pool]
+                mine = [(c.destination, c.length) for c in copies if c.destination_pool == pool]
                 theirs = [all_needs[pool]] if pool in all_needs else []
                 brought, needed = (self._within(all_of, pool, number) for all_of in (mine, theirs))
                 self._known[rank, need.shape] = Delivery(brought, join_ranges(*needed))
@@ -197,8 +210,8 @@ class Ingest:
 
 def _ends(rank: int, blocks: Any, tables: Any, tokens: tuple[int, int]) -> dict[str, Any]:
     """Return the arguments of `Route.bind` for copies from a rank to placeholder numbers."""
-    ends = {"src_blocks": blocks, "dst_blocks": tables, "tokens": tokens}
-    return {"src_rank": rank, "dst_rank": 0, **ends}
+    ends = {"source_blocks": blocks, "destination_blocks": tables, "tokens": tokens}
+    return {"source_rank": rank, "destination_rank": 0, **ends}
 
 
 def _targets(ids: Mapping[NeededBlock, int], numbers: Mapping[int, list[Any]]) -> dict[int, Int64s]:

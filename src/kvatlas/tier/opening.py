@@ -121,7 +121,7 @@ def other_rows(
 ) -> OtherRows:
     """Describe the rows that engines with the source dtype of `convert` store.
 
-    >>> rows = other_rows("Qwen3-8B", Converting("fp8->bf16", src_scales=1.0), max_len=64)
+    >>> rows = other_rows("Qwen3-8B", Converting("fp8->bf16", source_scales=1.0), max_len=64)
     >>> rows.plan.regions[0].layers[0].spec.cache
     'fp8'
     """

@@ -22,7 +22,7 @@ from kvatlas.routing.binding import Starts
 from kvatlas.tier.object_header import HEADER
 from kvatlas.tier.row_objects import GroupObjects
 
-End = Literal["src", "dst"]
+End = Literal["source", "destination"]
 """Which end of a copy is in rows."""
 
 _KEPT = 64
@@ -47,8 +47,8 @@ class RowFrame:
     >>> frame.nbytes, frame.object(1)
     (144, slice(72, 144, None))
     >>> one = Copy(0, 0, np.array([500]), np.array([4]), np.array([12]))
-    >>> moved = frame.moved(one, "dst", begin=0, to=1000)
-    >>> moved.src.tolist(), moved.dst.tolist(), moved.length.tolist()
+    >>> moved = frame.moved(one, "destination", begin=0, to=1000)
+    >>> moved.source.tolist(), moved.destination.tolist(), moved.length.tolist()
     ([500, 504], [1068, 1136], [4, 8])
     """
 
@@ -81,15 +81,15 @@ class RowFrame:
         `begin` is the offset of the row that a run is in, and `to` the offset of the same row in
         staging memory. Both have one element per run, or are one integer for all runs.
         """
-        within = (copy.src if end == "src" else copy.dst) - begin
+        within = (copy.source if end == "source" else copy.destination) - begin
         stretch = np.searchsorted(self._starts, within, "right") - 1
         if (within + copy.length > self._stops[stretch]).any():
             last = np.searchsorted(self._starts, within + copy.length - 1, "right") - 1
             copy, stretch, run = self._cut(copy, within, stretch, last)
-            within = (copy.src if end == "src" else copy.dst) - _of_runs(begin, run)
+            within = (copy.source if end == "source" else copy.destination) - _of_runs(begin, run)
             to = _of_runs(to, run)
         at = within + self._shift[stretch] + to
-        return replace(copy, src=at) if end == "src" else replace(copy, dst=at)
+        return replace(copy, source=at) if end == "source" else replace(copy, destination=at)
 
     def moved_grid(
         self, grid: Copy, end: End, within: Sequence[tuple[int, int]], to: Int64s | int
@@ -100,7 +100,7 @@ class RowFrame:
         all spans with equal offset and length. It is expanded to single runs only if one of its
         runs crosses objects.
         """
-        other = grid.dst if end == "src" else grid.src
+        other = grid.destination if end == "source" else grid.source
         to = np.full(len(other), to) if isinstance(to, int) else to
         alike: dict[tuple[int, int], list[int]] = defaultdict(list)
         for span, about in enumerate(within):
@@ -110,12 +110,12 @@ class RowFrame:
             framed = self.starts_at(grid.starts, end, offset, length)
             some = slice(None) if len(alike) == 1 else spans
             near = to[some] if framed.starts else np.full(len(spans), offset)
-            src, dst = (near, other[some]) if end == "src" else (other[some], near)
+            source, destination = (near, other[some]) if end == "source" else (other[some], near)
             starts = framed.starts or grid.starts
-            pools = grid.src_pool, grid.dst_pool
-            part = Copy(*pools, src, dst, grid.length[some], starts=starts)
+            pools = grid.source_pool, grid.destination_pool
+            part = Copy(*pools, source, destination, grid.length[some], starts=starts)
             if framed.starts is None:
-                rows = np.repeat(to[some], len(starts.src))
+                rows = np.repeat(to[some], len(starts.source))
                 part = self.moved(part.expanded(), end, 0, rows)
             moved.append(part)
         return moved
@@ -128,9 +128,9 @@ class RowFrame:
         """
         if starts.step < 1:
             problem = "The destination starts of runs must be ascending"
-            got, hint = starts.dst[:8].tolist(), "Pass the starts of a route"
+            got, hint = starts.destination[:8].tolist(), "Pass the starts of a route"
             raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
-        at = begin + (starts.src if end == "src" else starts.dst)
+        at = begin + (starts.source if end == "source" else starts.destination)
         first = np.searchsorted(self._starts, at, "right") - 1
         last = np.searchsorted(self._starts, at + length - 1, "right") - 1
         reached = np.zeros(len(self._starts) + 1, np.int64)
@@ -140,10 +140,10 @@ class RowFrame:
         if (first != last).any():
             return FramedStarts(None, objects)
         at = at + self._shift[first]
-        if end == "src":
-            return FramedStarts(Starts.of(at, starts.dst), objects)
+        if end == "source":
+            return FramedStarts(Starts.of(at, starts.destination), objects)
         order = np.argsort(at)  # the order of objects may differ from that of their bytes in a row
-        return FramedStarts(Starts.of(starts.src[order], at[order]), objects)
+        return FramedStarts(Starts.of(starts.source[order], at[order]), objects)
 
     def _cut(
         self, copy: Copy, within: Int64s, first: Int64s, last: Int64s
@@ -158,8 +158,12 @@ class RowFrame:
         stretch = first[run] + np.arange(len(run)) - (np.cumsum(parts) - parts)[run]
         skip = np.maximum(self._starts[stretch] - within[run], 0)
         stop = np.minimum(self._stops[stretch] - within[run], copy.length[run])
-        src, dst = copy.src[run] + skip, copy.dst[run] + skip
-        return replace(copy, src=src, dst=dst, length=stop - skip), stretch, run
+        source, destination = copy.source[run] + skip, copy.destination[run] + skip
+        return (
+            replace(copy, source=source, destination=destination, length=stop - skip),
+            stretch,
+            run,
+        )
 
 
 def _of_runs(values: Int64s | int, run: Int64s) -> Int64s | int:

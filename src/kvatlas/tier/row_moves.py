@@ -78,7 +78,7 @@ class ConvertedRows:
         begin = number * self._numbered.block_bytes(pool)
         for part in self._parts(need):
             copy = part.copy(0)
-            starts.append(copy.src - begin)
+            starts.append(copy.source - begin)
             lengths.append(np.array(copy.length))
         cut = self._staging.cut.groups[need.group]
         overlap = cut.overlap(np.concatenate(starts), np.concatenate(lengths))
@@ -92,5 +92,5 @@ class ConvertedRows:
             begin = number * self._numbered.block_bytes(pool)
             to = rows.places[pool][number] * self._staging.row_bytes[pool]
             frame = self._staging.frames[need.group]
-            moved = partial(frame.moved, end="src", begin=begin, to=to)
+            moved = partial(frame.moved, end="source", begin=begin, to=to)
             self._storage.convert(self._parts(need), *self._into, moved=moved)

@@ -41,8 +41,8 @@ class _Grouped(NamedTuple):
 class RowRuns:
     """The runs of copies between a rank's pools and rows, grouped by row.
 
-    `end` is "src" or "dst", whichever end of the copies is in rows. At that end, the copies contain
-    the placeholder block ids of `numbered`.
+    `end` is "source" or "destination", whichever end of the copies is in rows. At that end, the
+    copies contain the placeholder block ids of `numbered`.
     """
 
     def __init__(self, copies: Iterable[Copy], end: End, numbered: RowNumbers) -> None:
@@ -61,7 +61,9 @@ class RowRuns:
         if len(key) > 1 and (np.diff(key) < 0).any():
             order = np.argsort(key, kind="stable")
             row, length = row[order], np.array(copy.length)[order]
-            copy = replace(copy, src=copy.src[order], dst=copy.dst[order], length=length)
+            copy = replace(
+                copy, source=copy.source[order], destination=copy.destination[order], length=length
+            )
         first = np.flatnonzero(np.diff(row, prepend=-1))
         ranges = pairwise([*first.tolist(), len(row)])
         rows = dict(zip(row[first].tolist(), ranges, strict=True))
@@ -103,8 +105,8 @@ class RowRuns:
                 staged = [places[pool][number] for number in some]
                 to = _of_spans(staged, staging.row_bytes[pool], counts)
                 spans = slice(rows[some[0]][0], rows[some[-1]][1])
-                ends = copy.src[spans], copy.dst[spans], copy.length[spans]
-                part = Copy(copy.src_pool, copy.dst_pool, *ends, starts=copy.starts)
+                ends = copy.source[spans], copy.destination[spans], copy.length[spans]
+                part = Copy(copy.source_pool, copy.destination_pool, *ends, starts=copy.starts)
                 frame = staging.frames[self._numbered.group(pool, some[0])]
                 if copy.starts is ORIGIN:
                     begin = _of_spans(some, self._numbered.block_bytes(pool), counts)
@@ -127,10 +129,10 @@ class RowRuns:
                 yield list(some)
 
     def _at(self, copy: Copy) -> Int64s:
-        return np.asarray(copy.src if self._end == "src" else copy.dst)
+        return np.asarray(copy.source if self._end == "source" else copy.destination)
 
     def _pool(self, copy: Copy) -> int:
-        return copy.src_pool if self._end == "src" else copy.dst_pool
+        return copy.source_pool if self._end == "source" else copy.destination_pool
 
 
 def _of_spans(rows: list[int], stride: int, counts: list[int]) -> Int64s | int:

@@ -62,11 +62,11 @@ class RowStoring:
             about = (self._rank, blocks, tokens, self._numbered.numbers)
             bind = self._ingest.copies if is_on_gpu(pools) else self._ingest.grids
             copies, deliveries = bind(*about)
-            runs = RowRuns(copies, "dst", self._numbered)
+            runs = RowRuns(copies, "destination", self._numbered)
             shares = {shape: self._share(shape[0], *own) for shape, own in deliveries.items()}
             self._traffic.know_shares(self._ingest.number, self._rank, shares)
         return BoundStore(
-            runs, shares, storage, storage.writing(self._ingest.route.src, self._rank, pools)
+            runs, shares, storage, storage.writing(self._ingest.route.source, self._rank, pools)
         )
 
     def start(
@@ -115,11 +115,11 @@ class RowStoring:
         first = self._rank == self._ingest.sources[0]
         share = cut.groups[group].share(brought, needed, first=first)
         if share.partly:
-            src = self._ingest.route.src
+            source = self._ingest.route.source
             problem = "A rank of this topology holds only a part of some objects of the tier"
-            got = f"tp={src.tp}, pp={src.pp}, dcp={src.dcp} for a tier with "
+            got = f"tp={source.tp}, pp={source.pp}, dcp={source.dcp} for a tier with "
             got += f"shards={cut.shards}, stages={cut.stages}"
-            hint = f"In all engines, open the tier with shards= a multiple of {src.tp} and "
-            hint += f"stages={src.pp}"
+            hint = f"In all engines, open the tier with shards= a multiple of {source.tp} and "
+            hint += f"stages={source.pp}"
             raise AtlasError(Code.BAD_TOPOLOGY, problem, got=got, hint=hint)
         return share

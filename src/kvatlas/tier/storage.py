@@ -157,7 +157,9 @@ class TierStorage:
         def through_window(copies: Sequence[Copy]) -> PartSums:
             with file.window.used():
                 carry(copies)
-                within = [replace(c, src_pool=c.dst_pool, src=c.dst) for c in copies]
+                within = [
+                    replace(c, source_pool=c.destination_pool, source=c.destination) for c in copies
+                ]
                 return file.write(within, self.pools)
 
         return through_window
@@ -170,7 +172,9 @@ class TierStorage:
         file = self._file
         if file is not None:
             loaded.enter_context(file.window.used())
-            within = [replace(c, dst_pool=c.src_pool, dst=c.src) for c in copies]
+            within = [
+                replace(c, destination_pool=c.source_pool, destination=c.source) for c in copies
+            ]
             file.read(within, file.window.pools)
 
     def carry(self, phase: str, moves: Sequence[Copy], carry: Write) -> PartSums:

@@ -23,8 +23,8 @@ T = TypeVar("T")
 class Deadline:
     """The time at which a caller stops waiting for the store."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self._end = seconds, time.monotonic() + seconds
+    def __init__(self, timeout: float) -> None:
+        self.timeout, self._end = timeout, time.monotonic() + timeout
 
     @property
     def left(self) -> float:
@@ -33,9 +33,9 @@ class Deadline:
 
     def passed(self) -> AtlasError:
         """Return the error to raise after the deadline."""
-        hint = "Compute the tokens instead, or open the tier with a larger deadline="
+        hint = "Compute the tokens instead, or open the tier with a larger timeout="
         problem = "The store did not respond in time"
-        got = f"no result within {self.seconds:g} seconds"
+        got = f"no result within {self.timeout:g} seconds"
         return AtlasError(Code.DEADLINE, problem, got=got, hint=hint)
 
 

@@ -45,7 +45,7 @@ class StoreHit:
     _routes: TierRoutes
     _plan: Plan
     """The tier's plan."""
-    _seconds: float
+    _timeout: float
     """Time limit of a fetch."""
     _missed: Callable[[AtlasError], None]
     """Counts a failed fetch."""
@@ -76,8 +76,11 @@ class StoreHit:
                 return
             numbered, storage = RowNumbers(self._plan, self.rows), self._storage
             tokens = self.start if start is None else max(start, self.start), self.tokens
-            ends: dict[str, Any] = {"src_blocks": numbered.tables(), "dst_blocks": blocks}
-            ends |= {"src_rank": 0, "dst_rank": rank, "tokens": tokens}
+            ends: dict[str, Any] = {
+                "source_blocks": numbered.tables(),
+                "destination_blocks": blocks,
+            }
+            ends |= {"source_rank": 0, "destination_rank": rank, "tokens": tokens}
             staged = storage, self._traffic.staging
             moves: RowMoves
             with storage.metrics.phase("bind"):
@@ -88,7 +91,7 @@ class StoreHit:
                     gpu = is_on_gpu(pools)
                     copies = way.bind(**ends).copies if gpu else way.stream(**ends).grids()
                     read = storage.reading(plan, rank, pools or {})
-                    moves = CopiedRows(RowRuns(copies, "src", numbered), numbered, staged, read)
+                    moves = CopiedRows(RowRuns(copies, "source", numbered), numbered, staged, read)
             try:
                 self._fetch(numbered.numbers, moves)
             except AtlasError as problem:
@@ -96,7 +99,7 @@ class StoreHit:
                 raise
 
     def _fetch(self, numbers: Mapping[NeededBlock, int], moves: RowMoves) -> None:
-        deadline, traffic = Deadline(self._seconds), self._traffic
+        deadline, traffic = Deadline(self._timeout), self._traffic
         waiting = deque(batches(self._plan, numbers, traffic.staging.at_once))
         under_way: deque[_Batch] = deque()
         try:

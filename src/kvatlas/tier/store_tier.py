@@ -87,12 +87,12 @@ class StoreTier:
         shards: int | None = None,
         stages: int = 1,
         staging: int = 256 << 20,
-        deadline: float = 5.0,
+        timeout: float = 5.0,
         other: OtherRows | None = None,
     ) -> None:
         """Open a tier in a store.
 
-        Each call, including a whole fetch, takes at most `deadline` seconds. `staging` is the
+        Each call, including a whole fetch, takes at most `timeout` seconds. `staging` is the
         number of bytes for rows in flight. `shards` and `stages` determine how rows are cut into
         objects (see `RowObjects`) and must be the same in all engines that share rows.
 
@@ -100,7 +100,7 @@ class StoreTier:
         more tokens. They are converted when they are fetched. New rows are always stored in the
         tier's own dtype.
         """
-        self.plan, self.deadline = plan, duration(deadline)
+        self.plan, self.timeout = plan, duration(timeout)
         self.misses: Counter[str] = Counter()
         """Number of lookups and fetches that returned fewer tokens than requested, by reason."""
         if other is not None:
@@ -114,12 +114,12 @@ class StoreTier:
         """The rows to search, those of the tier's own dtype first."""
         if other is not None:
             with ExitStack() as on_failure:
-                on_failure.callback(own.close, Deadline(deadline))
+                on_failure.callback(own.close, Deadline(timeout))
                 theirs = StoredRows(store, other.plan, identity, cut, staging, other.convert)
                 on_failure.pop_all()
             theirs.storage.metrics = self.metrics
             self._rows.append(theirs)
-        self._ingest_from = lru_cache(PLANS)(lambda src: Ingest(src, plan))
+        self._ingest_from = lru_cache(PLANS)(lambda source: Ingest(source, plan))
         self._compiling = threading.Lock()
         self._puts: set[Future[Any]] = set()
         self._lock = threading.Lock()
@@ -152,7 +152,7 @@ class StoreTier:
             start = ingest.spans.whole_blocks(start)
             needs = ingest.spans.needs(start, stop, keys_by_group(self.plan, keys))
             rows = {n: RowName(n.group, n.key, n.cover) for n in needs if n.key is not None}
-            deadline = Deadline(self.deadline)
+            deadline = Deadline(self.timeout)
             refused: set[RowName] = set()
             try:
                 absent = self._not_brought(rows, ingest, rank, deadline)
@@ -176,12 +176,12 @@ class StoreTier:
             lost = sum(row in refused for row in absent.values())
             return StoreResult(len(rows) - len(absent), len(absent) - lost, lost)
 
-    def flush(self, seconds: float | None = None) -> bool:
+    def flush(self, timeout: float | None = None) -> bool:
         """Wait for writes in flight and return whether all of them have finished."""
         with self._lock:
             under_way = list(self._puts)
-        patience = self.deadline if seconds is None else duration(seconds)
-        return not wait_for(under_way, patience).not_done
+        timeout = self.timeout if timeout is None else duration(timeout)
+        return not wait_for(under_way, timeout).not_done
 
     def idle(self) -> bool:
         """Return whether no read or write is in flight."""
@@ -261,7 +261,7 @@ class StoreTier:
         from rows of one dtype. If the store fails, the miss is counted and the error raised.
         """
         with self._storage.using():
-            deadline = Deadline(self.deadline)
+            deadline = Deadline(self.timeout)
             rows = self._rows[-1] if other else self._own
             try:
                 return rows.kept(group, ends, deadline, whole=whole)
@@ -278,7 +278,7 @@ class StoreTier:
         with self._storage.using():
             start, stop = token_range(tokens, self.plan.max_len)
             rows, found = self._found(start, stop, keys, self._rows)
-            hit = rows.hit(start, found, self.deadline, self._missed)
+            hit = rows.hit(start, found, self.timeout, self._missed)
         yield hit
 
     def fetch(
@@ -323,7 +323,7 @@ class StoreTier:
         If the store hangs, the call returns after the deadline and leaves it open.
         """
         self.flush()
-        deadline = Deadline(self.deadline)
+        deadline = Deadline(self.timeout)
         ended = [rows.close(deadline) for rows in self._rows]
         if all(ended):
             self._traffic.store.close()
@@ -340,7 +340,7 @@ class StoreTier:
         """Remove all objects with these name prefixes and return their number."""
         traffic = self._traffic
         started = traffic.calls.start(lambda: sum(map(traffic.store.remove_all, prefixes)))
-        return traffic.calls.result(started, Deadline(self.deadline))
+        return traffic.calls.result(started, Deadline(self.timeout))
 
     def _found(
         self, start: int, stop: int, keys: Keys, among: Sequence[StoredRows]
@@ -349,7 +349,7 @@ class StoreTier:
 
         If it is shorter than `stop` tokens, count the reason in `misses`.
         """
-        deadline, by_group = Deadline(self.deadline), keys_by_group(self.plan, keys)
+        deadline, by_group = Deadline(self.timeout), keys_by_group(self.plan, keys)
         best, most = self._own, FoundRows(0, {}, "")
         try:
             for rows in among:

@@ -84,11 +84,11 @@ class StoredRows:
         return self._lookup.kept(group, ends, deadline, whole=whole)
 
     def hit(
-        self, start: int, found: FoundRows, seconds: float, missed: Callable[[AtlasError], None]
+        self, start: int, found: FoundRows, timeout: float, missed: Callable[[AtlasError], None]
     ) -> StoreHit:
         """Return the found rows as a hit that can be fetched."""
         about = (self.traffic, self.storage, self._routes, self.plan)
-        return StoreHit(start, found.tokens, found.rows, *about, seconds, missed, self._convert)
+        return StoreHit(start, found.tokens, found.rows, *about, timeout, missed, self._convert)
 
     def close(self, deadline: Deadline) -> bool:
         """Wait for calls in flight and return whether all have finished in time."""

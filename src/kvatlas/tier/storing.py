@@ -43,7 +43,7 @@ class Ingests:
 
     def __init__(self, tier: Plan) -> None:
         self._tier = tier
-        self._of = lru_cache(PLANS)(lambda src: Ingest(src, tier))
+        self._of = lru_cache(PLANS)(lambda source: Ingest(source, tier))
         self._compiling = threading.Lock()
 
     def of(self, plan: Plan) -> Ingest:

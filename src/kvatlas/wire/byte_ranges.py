@@ -54,18 +54,18 @@ class ByteRanges(NamedTuple):
 
         >>> ranges = ByteRanges.of(np.array([0, 40]), np.array([12, 50]))
         >>> some = ranges.clip(Copy(0, 0, np.array([8]), np.array([100]), np.array([34])))
-        >>> some.src.tolist(), some.dst.tolist(), some.length.tolist()
+        >>> some.source.tolist(), some.destination.tolist(), some.length.tolist()
         ([8, 40], [100, 132], [4, 2])
         """
-        stop = copy.src + copy.length
-        first = np.searchsorted(self.stops, copy.src, side="right")
+        stop = copy.source + copy.length
+        first = np.searchsorted(self.stops, copy.source, side="right")
         count = np.searchsorted(self.starts, stop, side="left") - first
         run = np.repeat(np.arange(len(count)), count)
         at = np.arange(len(run)) - np.repeat(np.cumsum(count) - count - first, count)
-        src = np.maximum(copy.src[run], self.starts[at])
-        length = np.minimum(stop[run], self.stops[at]) - src
-        dst = copy.dst[run] + src - copy.src[run]
-        return Copy(copy.src_pool, copy.dst_pool, src, dst, length)
+        source = np.maximum(copy.source[run], self.starts[at])
+        length = np.minimum(stop[run], self.stops[at]) - source
+        destination = copy.destination[run] + source - copy.source[run]
+        return Copy(copy.source_pool, copy.destination_pool, source, destination, length)
 
 
 def source_ranges(stream: AnyStream) -> dict[int, ByteRanges]:
@@ -77,7 +77,7 @@ def source_ranges(stream: AnyStream) -> dict[int, ByteRanges]:
     found: defaultdict[int, list[ByteRanges]] = defaultdict(list)
     if isinstance(stream, Stream):
         for grid, pattern in zip(stream.grids(), stream.shape().patterns, strict=True):
-            found[grid.src_pool] += _grid_ranges(grid, abs(pattern.strides[0]))
+            found[grid.source_pool] += _grid_ranges(grid, abs(pattern.strides[0]))
     return {pool: _joined(several) for pool, several in found.items() if several}
 
 
@@ -94,11 +94,11 @@ def _grid_ranges(grid: Copy, block: int) -> list[ByteRanges]:
     """
     found = []
     for length in np.unique(grid.length).tolist():
-        spans, gap = grid.src[grid.length == length], 0
-        inner = ByteRanges.of(grid.starts.src, grid.starts.src + length)
+        spans, gap = grid.source[grid.length == length], 0
+        inner = ByteRanges.of(grid.starts.source, grid.starts.source + length)
         while len(inner.starts) * len(spans) > _MOST_RANGES and gap < block - 1:
             gap = min(2 * gap + length, block - 1)
-            inner = ByteRanges.of(grid.starts.src, grid.starts.src + length, gap)
+            inner = ByteRanges.of(grid.starts.source, grid.starts.source + length, gap)
         starts, stops = ((spans[:, None] + one).reshape(-1) for one in inner)
         found.append(ByteRanges(starts, stops))
     return found

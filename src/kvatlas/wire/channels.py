@@ -161,9 +161,7 @@ class Channels:
             try:
                 connection.send(payload, deadline)
                 answer = encoding.decode(connection.receive(deadline, check), self._answers)
-                usable = connection.quiet
-                if not usable:  # the peer closed it after the answer: monitors must notice
-                    self._lost(endpoint)
+                usable = True  # if the peer closes it now, `_drop_ended` counts it as lost
                 return answer
             except TimeoutError:
                 raise no_answer(endpoint) from None

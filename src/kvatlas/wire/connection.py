@@ -27,6 +27,8 @@ FRAME_SECONDS = 10.0
 _FINISH_SECONDS = 0.5
 _CHECK_SECONDS = 0.05
 """Seconds between two calls of `check` while a frame is awaited."""
+_WAIT_SECONDS = 2.0
+"""Seconds of one wait for the socket. Longer waits are repeated, since a new timeout costs."""
 _CHUNK = 1 << 16
 _LENGTH = struct.Struct(">I")
 _TLS_RECORDS = b"\x15\x16"
@@ -44,8 +46,11 @@ class Connection:
 
     def send(self, payload: bytes, deadline: float) -> None:
         """Send a whole frame by `deadline` (monotonic clock), or raise."""
-        self._socket.settimeout(seconds_left(deadline))
-        self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
+        frame = memoryview(_LENGTH.pack(len(payload)) + payload)
+        while frame:
+            self._set_timeout(min(_WAIT_SECONDS, seconds_left(deadline)))
+            with suppress(TimeoutError):
+                frame = frame[self._socket.send(frame) :]
 
     def receive(self, deadline: float | None, check: Callable[[], object] | None = None) -> bytes:
         """Return the next frame. Raise EOFError if the peer closes the connection.
@@ -69,17 +74,18 @@ class Connection:
     def _receive_some(
         self, most: int, deadline: float | None, check: Callable[[], object] | None
     ) -> bytes:
+        longest = _WAIT_SECONDS if check is None else _CHECK_SECONDS
         while True:
-            seconds = None if deadline is None else seconds_left(deadline)
-            if check is not None:
-                seconds = _CHECK_SECONDS if seconds is None else min(seconds, _CHECK_SECONDS)
-            self._socket.settimeout(seconds)
+            self._set_timeout(longest if deadline is None else min(longest, seconds_left(deadline)))
             try:
                 return self._socket.recv(most)
             except TimeoutError:
-                if check is None:
-                    raise
-                check()
+                if check is not None:
+                    check()
+
+    def _set_timeout(self, seconds: float) -> None:
+        if seconds != self._socket.gettimeout():
+            self._socket.settimeout(seconds)
 
     @property
     def quiet(self) -> bool:

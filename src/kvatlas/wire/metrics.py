@@ -30,7 +30,8 @@ class Metrics:
     def add(self, **amounts: int) -> None:
         """Add amounts to counters, given by name."""
         with self._lock:
-            self.values.update(amounts)
+            for name, amount in amounts.items():
+                self.values[name] += amount
 
     def ended(self, direction: str, outcome: str) -> None:
         """Count a transfer by direction and outcome: `ok`, or the code of its error."""

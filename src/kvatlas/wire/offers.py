@@ -41,10 +41,10 @@ class WrittenLayers:
             self._written[layer] = mark
             self._changed.notify_all()
 
-    def wait(self, layer: str, seconds: float) -> tuple[bool, int | None]:
-        """Wait up to `seconds` until the layer is added. Return (added, GPU event of the layer)."""
+    def wait(self, layer: str, timeout: float) -> tuple[bool, int | None]:
+        """Wait up to `timeout` until the layer is added. Return (added, GPU event of the layer)."""
         with self._changed:
-            written = self._changed.wait_for(lambda: layer in self._written, seconds)
+            written = self._changed.wait_for(lambda: layer in self._written, timeout)
             return written, self._written.get(layer)
 
 
@@ -57,6 +57,7 @@ class Offer:
     start: int
     stop: int
     expires: float
+    """When it ends, on the monotonic clock; a reader that renews its lease delays it."""
     released: Released | None = None
     readers: frozenset[str] | None = None
     """Names of the nodes that may read it; None for any."""
@@ -72,6 +73,12 @@ class Offer:
     """Destinations that have finished reading it."""
     let_go_by: set[Destination] = field(default_factory=set)
     """Destinations in `read_by` that are not known to have read all of it."""
+    latest: float = 0.0
+    """The time until which readers can delay its end; not at all if it is before `expires`."""
+
+    def prolong(self, until: float) -> None:
+        """Delay the end of the offer to `until`, or to `latest` if that is earlier."""
+        self.expires = max(self.expires, min(until, self.latest))
 
     def may_be_read_by(self, name: str) -> bool:
         """Whether a node of this name may read the offer."""
@@ -104,7 +111,7 @@ class Offer:
                     Code.UNKNOWN_REQUEST,
                     "The given source blocks are not the blocks of the offer",
                     got=f"different block ids for group {group}",
-                    hint="Omit src_blocks= to use the blocks of the offer",
+                    hint="Omit source_blocks= to use the blocks of the offer",
                 )
         # A lone recurrent state is the one after the last token.
         alone = any(

@@ -39,16 +39,19 @@ def piece_sum(piece: Any, key: bytes | None) -> bytes:
 
 
 def stream_sums(
-    mover: PoolMover, copies: Sequence[Copy], piece: int, key: bytes | None, *, src: bool
+    mover: PoolMover, copies: Sequence[Copy], piece: int, key: bytes | None, *, source: bool
 ) -> bytes:
     """Return the concatenated checksums of the bytes of `copies`, one for every `piece` bytes.
 
-    If `src` is true, the bytes are read at the source of the copies, else at their destination.
+    If `source` is true, the bytes are read at the source of the copies, else at their destination.
     """
     if key is None:
-        return mover.checksums(copies, piece, src=src).astype("<u4").tobytes()
-    if not src:
-        copies = [Copy(c.dst_pool, c.src_pool, c.dst, c.src, c.length) for c in copies]
+        return mover.checksums(copies, piece, source=source).astype("<u4").tobytes()
+    if not source:
+        copies = [
+            Copy(c.destination_pool, c.source_pool, c.destination, c.source, c.length)
+            for c in copies
+        ]
     stream = np.empty(stream_bytes(copies), dtype=np.uint8)
     mover.gather(copies, stream)
     pieces = (stream[at : at + piece] for at in range(0, stream.size, piece))

@@ -78,7 +78,7 @@ def main() -> None:
             stack.enter_context(node)
             blocks = scattered(task.plan, task.tokens)
             for request in task.requests:
-                node.offer(request, blocks, task.tokens, seconds=task.seconds)
+                node.offer(request, blocks, task.tokens, timeout=task.seconds)
             endpoints.append(node.endpoint)
         sys.stdout.buffer.write(_MARK + msgspec.json.encode(endpoints) + b"\n")
         sys.stdout.buffer.flush()

@@ -77,11 +77,11 @@ class StagingBuffers:
         """The number of buffers for transfers of this node or, if `for_peer` is true, for peers."""
         return self.count - self._own if for_peer else self._own
 
-    def acquire(self, count: int, seconds: float = 0.0, *, for_peer: bool = False) -> list[int]:
-        """Wait up to `seconds` for `count` free buffers. Return their indices, or an empty list."""
+    def acquire(self, count: int, timeout: float = 0.0, *, for_peer: bool = False) -> list[int]:
+        """Wait up to `timeout` for `count` free buffers. Return their indices, or an empty list."""
         free = self._free[for_peer]
         with self._changed:
-            if not self._changed.wait_for(lambda: count <= len(free), seconds):
+            if not self._changed.wait_for(lambda: count <= len(free), timeout):
                 return []
             return [free.pop() for _ in range(count)]
 

@@ -62,15 +62,15 @@ def listen_at_path(path: Path) -> socket.socket:
     return listening
 
 
-def connect_to_path(path: Path, seconds: float) -> socket.socket:
+def connect_to_path(path: Path, timeout: float) -> socket.socket:
     """Return a connection to the socket at a path.
 
     Raise `peer_lost` if the listening process belongs to another user. Raise `TimeoutError` after
-    `seconds`, or if too many connections wait to be accepted.
+    `timeout`, or if too many connections wait to be accepted.
     """
     connected = close_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     try:
-        connected.settimeout(seconds)
+        connected.settimeout(timeout)
         with _short(path) as short:
             connected.connect(short)
         check_user(connected)

@@ -506,7 +506,7 @@ def check_convert(
     before = target.raw.clone()
     convert = BlockConversion(
         source.layers[:layers], target.layers[:layers],
-        src_scales=[ends[0]] * layers, dst_scales=[ends[1]] * layers,
+        source_scales=[ends[0]] * layers, destination_scales=[ends[1]] * layers,
     )  # fmt: skip
     convert(ids, places)
     written = target.raw.clone()

@@ -65,7 +65,7 @@ def test_blocks_hold_what_their_cells_become(name: str) -> None:
         view.normal_()
     scales = TensorScales(0.1, 0.2)
     ids, places = torch.tensor([3, 8]), torch.tensor([1, 0])
-    convert_blocks(source.layer, ids, target.layer, places, dst_scales=scales)
+    convert_blocks(source.layer, ids, target.layer, places, destination_scales=scales)
     cells = source.layer.tensor[ids].reshape(-1, source.layer.page.content).numpy()
     made = convert_cells(cells.copy(), CellFormat(one), CellFormat(two, scales=scales))
     found = target.layer.tensor[places].reshape(-1, target.layer.page.content).numpy()

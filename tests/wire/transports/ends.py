@@ -166,9 +166,11 @@ def expected(
     want = bytearray(dst.tobytes())
     have = src.tobytes()
     for copy in copies:
-        rows = zip(copy.src.tolist(), copy.dst.tolist(), copy.length.tolist(), strict=True)
+        rows = zip(
+            copy.source.tolist(), copy.destination.tolist(), copy.length.tolist(), strict=True
+        )
         for start, to, size in rows:
-            start += offsets[copy.src_pool]
-            to += offsets[copy.dst_pool]
+            start += offsets[copy.source_pool]
+            to += offsets[copy.destination_pool]
             want[to : to + size] = have[start : start + size]
     return np.frombuffer(bytes(want), np.uint8)

@@ -20,8 +20,8 @@ from tests.wire.transports.peer import SIZES, End
 ROUNDS = [(1, "mixed"), (7, "long"), (40, "alike"), (300, "alike"), (200, "mixed"), (60, "long")]
 
 
-def one(src: int, dst: int, length: int, src_pool: int = 0, dst_pool: int = 0) -> Copy:
-    return Copy(src_pool, dst_pool, np.array([src]), np.array([dst]), np.array([length]))
+def one(src: int, dst: int, length: int, source_pool: int = 0, destination_pool: int = 0) -> Copy:
+    return Copy(source_pool, destination_pool, np.array([src]), np.array([dst]), np.array([length]))
 
 
 @pytest.mark.parametrize(("most", "lengths"), ROUNDS)
@@ -70,7 +70,7 @@ def test_many_links_and_operations_at_once(
     near.fill(3)
     want, handles = near.bytes.copy(), []
     for turn in range(12):
-        copies = [one(turn * 900, turn * 5_000 + 11, 4_900, src_pool=1)]
+        copies = [one(turn * 900, turn * 5_000 + 11, 4_900, source_pool=1)]
         handles.append(links[turn % 4].read(copies))
         want = expected(there[turn % 2], want, copies, near.offsets)
     for handle in reversed(handles):
@@ -105,8 +105,8 @@ def test_nothing_to_copy_is_done(far: Far, near: End) -> None:
         one(0, 0, 0),
         one(0, 0, -4),
         one(2**62, 0, 8),
-        one(0, 0, 8, src_pool=7),
-        one(0, 0, 8, dst_pool=7),
+        one(0, 0, 8, source_pool=7),
+        one(0, 0, 8, destination_pool=7),
         one(0, 0, SIZES[0] + 1),
     ],
 )

@@ -21,7 +21,7 @@ from kvatlas.wire.transports.nixl_strided import describe
 
 
 def carried_out(src: np.ndarray, dst: np.ndarray, copy: Copy) -> int:
-    return sum(1 for _ in copy_runs(src, dst, copy.src, copy.dst, copy.length))
+    return sum(1 for _ in copy_runs(src, dst, copy.source, copy.destination, copy.length))
 
 
 @pytest.mark.parametrize("size", [1, 7, 4096, 4097, 100_000, (1 << 20) + 1, STEP + 5])
@@ -51,7 +51,7 @@ def test_work_goes_in_steps_that_can_be_given_up() -> None:
     size = 4 * STEP
     src, dst = np.ones(size, np.uint8), np.zeros(size, np.uint8)
     whole = Copy(0, 0, np.array([0]), np.array([0]), np.array([size]))
-    handle = Stepwise(copy_runs(src, dst, whole.src, whole.dst, whole.length))
+    handle = Stepwise(copy_runs(src, dst, whole.source, whole.destination, whole.length))
     assert not handle.poll()
     assert dst.sum() == STEP
     with pytest.raises(AtlasError) as refusal:
@@ -100,7 +100,7 @@ def runs(draw: st.DrawFn) -> list[Copy]:
 @given(runs())
 def test_rows_name_every_run(copies: list[Copy]) -> None:
     regions = {pool: Memory(10_000 * (pool + 1), 400, f"cuda:{pool}") for pool in range(3)}
-    rows, indices = describe(copies, regions, src=True)
+    rows, indices = describe(copies, regions, source=True)
     flat = []
     for address, size, device, stride, count in rows.tolist():
         assert stride >= size  # NIXL takes no rows that overlap themselves
@@ -109,9 +109,9 @@ def test_rows_name_every_run(copies: list[Copy]) -> None:
         assert address + (count - 1) * stride + size <= region.address + region.nbytes
         flat += [(address + nth * stride, size, device) for nth in range(count)]
     want = [
-        (regions[copy.src_pool].address + start, size, copy.src_pool)
+        (regions[copy.source_pool].address + start, size, copy.source_pool)
         for copy in copies
-        for start, size in zip(copy.src.tolist(), copy.length.tolist(), strict=True)
+        for start, size in zip(copy.source.tolist(), copy.length.tolist(), strict=True)
     ]
     assert [flat[index] for index in indices.tolist()] == want
 
@@ -119,7 +119,9 @@ def test_rows_name_every_run(copies: list[Copy]) -> None:
 def test_a_grid_of_a_large_pool_is_one_row() -> None:
     at = np.random.default_rng(0).permutation(1_000_000) * 4096
     same = np.broadcast_to(np.int64(4096), len(at))
-    rows, indices = describe([Copy(0, 0, at, at, same)], {0: Memory(1 << 40, 1 << 40)}, src=False)
+    rows, indices = describe(
+        [Copy(0, 0, at, at, same)], {0: Memory(1 << 40, 1 << 40)}, source=False
+    )
     assert rows.tolist() == [[1 << 40, 4096, 0, 4096, 1 << 28]]
     assert np.array_equal(indices, at // 4096)
 
@@ -127,7 +129,7 @@ def test_a_grid_of_a_large_pool_is_one_row() -> None:
 def test_a_grid_too_fine_for_indices_has_rows_of_its_own() -> None:
     at = np.array([5, 900])
     rows, indices = describe(
-        [Copy(0, 0, at, at, np.array([1, 1]))], {0: Memory(64, 1 << 40)}, src=True
+        [Copy(0, 0, at, at, np.array([1, 1]))], {0: Memory(64, 1 << 40)}, source=True
     )
     assert rows.tolist() == [[69, 1, 0, 1, 1], [964, 1, 0, 1, 1]]
     assert indices.tolist() == [0, 1]

@@ -199,9 +199,12 @@ def test_requests_move_in_sums_behind_both_ends_marks(name: str) -> None:
         poison = oracle.Memory(dst, 0, rng)
         for index, pool in poison.pools.items():
             pool[:] = pools[index]
-        source.offer("r", move.src_blocks, tokens)
+        source.offer("r", move.source_blocks, tokens)
         with Session(target, [source.endpoint]) as session:
-            about: dict[str, Any] = {"dst_blocks": move.dst_blocks, "tokens": tokens}
+            about: dict[str, Any] = {
+                "destination_blocks": move.destination_blocks,
+                "tokens": tokens,
+            }
             assert session.pull("r", **about).wait(20).ready
         right, _ = oracle.expected(move, 0, poison)
         for index, pool in pools.items():
@@ -214,7 +217,7 @@ def test_requests_move_in_sums_behind_both_ends_marks(name: str) -> None:
 def moved_by(target: Any, source: Any, most: int, **about: Any) -> Any:
     blocks = scattered(target.plan, most)
     session = Session(target, [source.endpoint])
-    asked: dict[str, Any] = {"dst_blocks": blocks, "tokens": most, **about}
+    asked: dict[str, Any] = {"destination_blocks": blocks, "tokens": most, **about}
     return session, session.pull("r", **asked)
 
 
@@ -224,7 +227,7 @@ def test_a_pull_of_what_is_seen_asks_nothing_before_it_is_ready() -> None:
     released: list[str] = []
     with node_of(src, machine, rng) as (source, _, _), node_of(dst, machine, rng) as there:
         target = there[0]
-        told = {"seconds": 30, "released": lambda _, why: released.append(why)}
+        told = {"timeout": 30, "released": lambda _, why: released.append(why)}
         source.offer("r", scattered(src, tokens), tokens, **told)
         with Session(target, [source.endpoint]) as session:
             before = source.metrics.values["messages"]
@@ -236,7 +239,7 @@ def test_a_pull_of_what_is_seen_asks_nothing_before_it_is_ready() -> None:
                 return answer(question, caller)
 
             source.server.answer = heard
-            about: dict[str, Any] = {"dst_blocks": scattered(dst, tokens), "tokens": tokens}
+            about: dict[str, Any] = {"destination_blocks": scattered(dst, tokens), "tokens": tokens}
             assert session.pull("r", **about).wait().ready
         # Only then: everything that was asked is that the offer may end, which it has.
         assert asked == ["Release"]
@@ -264,8 +267,8 @@ def test_what_is_seen_is_refused_as_what_is_asked_for() -> None:
     made = small("dense")
     lies: list[tuple[dict[str, Any], Code]] = [
         ({"tokens": 62}, Code.BAD_TOKENS),
-        ({"src_blocks": [0, 1, 2, 3]}, Code.UNKNOWN_REQUEST),
-        ({"src_blocks": [1]}, Code.UNKNOWN_REQUEST),
+        ({"source_blocks": [0, 1, 2, 3]}, Code.UNKNOWN_REQUEST),
+        ({"source_blocks": [1]}, Code.UNKNOWN_REQUEST),
     ]
     with node_of(made, machine, rng) as (source, _, _), node_of(made, machine, rng) as there:
         source.offer("r", scattered(made, tokens), tokens)
@@ -280,15 +283,15 @@ def test_what_is_seen_is_refused_as_what_is_asked_for() -> None:
             assert board.find("r") is not None
             assert board.find("some") is None, "not for everybody to see"
             right: dict[str, Any] = {
-                "dst_blocks": scattered(made, tokens),
-                "src_blocks": scattered(made, tokens),
+                "destination_blocks": scattered(made, tokens),
+                "source_blocks": scattered(made, tokens),
             }
             assert session.pull("r", **right, tokens=tokens).wait().ready
 
 
 def test_who_waits_does_what_nobody_has_begun() -> None:
     done: list[int] = []
-    transfer = Transfer("r", ranks=(0,), total=None, seconds=30)
+    transfer = Transfer("r", ranks=(0,), total=None, timeout=30)
 
     def act() -> None:
         done.append(threading.get_ident())
@@ -329,7 +332,7 @@ def test_copies_take_their_share_of_the_time_and_begin_at_once_after_a_quiet_tim
 class LaggingDriver(FakeCuda):
     """A device that does what was recorded in order, a hundred steps behind the host."""
 
-    behind = 100
+    after_event = 100
 
     def __init__(self) -> None:
         super().__init__(FakeMachine())
@@ -341,7 +344,7 @@ class LaggingDriver(FakeCuda):
 
     def finished(self, device: int, event: int) -> bool:
         del device
-        return self.recorded[event] + self.behind <= self.now
+        return self.recorded[event] + self.after_event <= self.now
 
 
 def test_a_gpu_that_has_failed_is_refused_with_a_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,10 +368,10 @@ def test_a_mark_is_seen_to_be_done_although_others_are_made_all_the_time() -> No
         driver.now = step
         begun.setdefault(marks.mark(), step)
         for number in [one for one in begun if marks.passed(one)]:
-            assert step >= begun[number] + driver.behind, "never for less"
+            assert step >= begun[number] + driver.after_event, "never for less"
             longest = max(longest, step - begun.pop(number))
-    assert 0 < longest <= 2 * driver.behind
-    assert all(step > 1000 - 2 * driver.behind for step in begun.values())
+    assert 0 < longest <= 2 * driver.after_event
+    assert all(step > 1000 - 2 * driver.after_event for step in begun.values())
     board = OfferBoard()
     marks.board = board
     for step in range(1000, 1300):
@@ -383,10 +386,10 @@ def test_peers_see_on_the_board_that_a_mark_is_done_once_another_is_made() -> No
     marks.board = board
     seen = PeerBoard(board.memory, None)
     for step in range(1000):
-        driver.now = step * driver.behind
+        driver.now = step * driver.after_event
         assert marks.mark() == step
         assert seen.marks_done == step - 1
-    driver.behind = 10**6  # a device that does nothing more
+    driver.after_event = 10**6  # a device that does nothing more
     told = seen.marks_done
     for _ in range(3 * EVENTS):
         marks.mark()
@@ -455,20 +458,24 @@ def test_the_runs_of_a_stream_are_the_sums_of_its_grids() -> None:
         src, dst = small(name, 200), small(name, 200, block_size=32)
         blocks = scattered(src, 190), scattered(dst, 190)
         stream = route(src, dst).stream(
-            src_rank=0, dst_rank=0, src_blocks=blocks[0], dst_blocks=blocks[1], tokens=(0, 190)
+            source_rank=0,
+            destination_rank=0,
+            source_blocks=blocks[0],
+            destination_blocks=blocks[1],
+            tokens=(0, 190),
         )
         written: dict[tuple[int, int], list[int]] = {}
         for copy in stream.walk():
-            for a, b, n in zip(copy.src, copy.dst, copy.length, strict=True):
-                written[copy.src_pool, int(b)] = [int(a), int(n)]
+            for a, b, n in zip(copy.source, copy.destination, copy.length, strict=True):
+                written[copy.source_pool, int(b)] = [int(a), int(n)]
         bytes_of_runs = {(p, b + i): a + i for (p, b), (a, n) in written.items() for i in range(n)}
         found: dict[tuple[int, int], int] = {}
         for grid in stream.grids():
-            for a, b in zip(grid.starts.src, grid.starts.dst, strict=True):
-                for x, y, n in zip(grid.src, grid.dst, grid.length, strict=True):
+            for a, b in zip(grid.starts.source, grid.starts.destination, strict=True):
+                for x, y, n in zip(grid.source, grid.destination, grid.length, strict=True):
                     for i in range(int(n)):
-                        assert (grid.src_pool, int(b + y) + i) not in found
-                        found[grid.src_pool, int(b + y) + i] = int(a + x) + i
+                        assert (grid.source_pool, int(b + y) + i) not in found
+                        found[grid.source_pool, int(b + y) + i] = int(a + x) + i
         assert found == bytes_of_runs
 
 

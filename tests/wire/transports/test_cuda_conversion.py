@@ -59,20 +59,20 @@ class Ends:
 
     def memory(self) -> oracle.Memory:
         """What the destination holds now."""
-        held = oracle.Memory(self.move.dst, 0, np.random.default_rng(0))
+        held = oracle.Memory(self.move.destination, 0, np.random.default_rng(0))
         for index, pool in self.pools.items():
             held.pools[index][:] = pool
         return held
 
     def pull(self, request: str, **about: Any) -> Any:
         endpoints = [source.endpoint for source in self.sources]
-        asked: Any = {"dst_blocks": self.move.dst_blocks, "tokens": TOKENS, **about}
+        asked: Any = {"destination_blocks": self.move.destination_blocks, "tokens": TOKENS, **about}
         with Session(self.target, endpoints) as session:
             return session.pull(request, **asked).wait(20)
 
     def offer(self, request: str) -> None:
         for source in self.sources:
-            source.offer(request, self.move.src_blocks, TOKENS)
+            source.offer(request, self.move.source_blocks, TOKENS)
 
     def assert_right(self) -> None:
         assert_converted(self.move, self.numbers, {0: self.before}, {0: self.memory()})
@@ -101,7 +101,7 @@ def test_layers_are_cast_as_they_are_written() -> None:
     with ExitStack() as stack:
         ends = Ends(stack, dense("bf16", layout="BLHNC"), dense("fp8", block_size=32))
         (source,) = ends.sources
-        source.offer("r", ends.move.src_blocks, TOKENS, layered=True)
+        source.offer("r", ends.move.source_blocks, TOKENS, layered=True)
         for name in source.plan.layers:
             source.layer_written("r", name)
         done = ends.pull("r", streamed=True)
@@ -166,7 +166,10 @@ def test_who_cannot_have_read_what_it_saw_lets_go() -> None:
             ends = Ends(stack, dense("bf16"), dense(cache))
             (source,), why = ends.sources, list[str]()
             source.offer(
-                "r", ends.move.src_blocks, TOKENS, released=lambda *end, why=why: why.append(end[1])
+                "r",
+                ends.move.source_blocks,
+                TOKENS,
+                released=lambda *end, why=why: why.append(end[1]),
             )
             with Session(ends.target, [source.endpoint]) as session:
                 source.transport.shared = shared

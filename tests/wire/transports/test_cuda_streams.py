@@ -105,7 +105,7 @@ def test_a_queue_takes_no_stream_that_torch_hands_out(monkeypatch: pytest.Monkey
         one.close()
         one.close()
     assert driver.streams.idle(1) == 80
-    runs = [AddressRuns(0, 0, ORIGIN.ends, (*ORIGIN.ends, ORIGIN.src))]
+    runs = [AddressRuns(0, 0, ORIGIN.ends, (*ORIGIN.ends, ORIGIN.source))]
     for act in (
         lambda: queues[0].post(runs), lambda: queues[0].prepare([]), lambda: queues[0].after(7),
         queues[0].after_caller,

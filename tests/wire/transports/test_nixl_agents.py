@@ -133,6 +133,27 @@ def test_no_failure_to_post_keeps_the_agent() -> None:
         assert link.ended, state
 
 
+@pytest.mark.skipif(not HAS_NIXL, reason="needs NIXL")
+def test_a_connection_that_fails_keeps_no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    near, far = make_transport("nixl"), make_transport("nixl")
+    memory = np.zeros(4096, np.uint8)
+    for one in (near, far):
+        one.register({0: Memory(memory.ctypes.data, memory.nbytes)})
+    agents = list[Any]()
+
+    def lose(self: Any, metadata: Any) -> None:
+        agents.append(weakref.ref(self.agent))
+        raise _GoneError(f"a peer with {len(metadata)} bytes of metadata")
+
+    monkeypatch.setattr(type(near._agent), "add_remote_agent", lose)  # type: ignore[attr-defined]
+    with pytest.raises(AtlasError) as lost:
+        near.connect(far.publish(), far.reachable)
+    assert lost.value.code == "peer_lost"
+    assert [agent() for agent in agents] == [None], "the error keeps the agent alive"
+    for one in (near, far):
+        one.close()
+
+
 def test_an_agent_whose_peer_is_gone_is_not_retired_but_ends() -> None:
     """Every operation ends as its connection breaks, so that nothing is left under way."""
     link = linked(by_cpu=True)

@@ -91,7 +91,7 @@ def test_of_two_threads_that_read_each_has_an_agent(monkeypatch: pytest.MonkeyPa
         assert posted == [link._second]
         link.read(runs(RUNS // 3)).wait(float("inf"))
         assert posted == [link._second, link]
-        some = runs(RUNS // 3)[0].src[0]
+        some = runs(RUNS // 3)[0].source[0]
         assert np.array_equal(here[some:][:RUN], there[some:][:RUN])
 
 
@@ -139,7 +139,7 @@ def test_an_interrupt_leaves_nothing_behind_that_is_still_read(
             later.start()
             with pytest.raises(KeyboardInterrupt):
                 link.read(runs())
-            half = runs()[0].src[RUNS // 2 :]
+            half = runs()[0].source[RUNS // 2 :]
             assert all(np.array_equal(here[at:][:RUN], there[at:][:RUN]) for at in half)
         with monkeypatch.context() as patch:
             patch.setattr(link.agent, "transfer", interrupted)

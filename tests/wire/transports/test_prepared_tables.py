@@ -21,12 +21,15 @@ class Prepared:
     """Two ends in host memory, and launches of requests between them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, driver: FakeLaunches) -> None:
-        self.src, self.dst = small("dense", layout="LBNHC"), small("dense", block_size=32)
-        self.way = route(self.src, self.dst)
+        self.source, self.destination = (
+            small("dense", layout="LBNHC"),
+            small("dense", block_size=32),
+        )
+        self.way = route(self.source, self.destination)
         self.rng = np.random.default_rng(3)
         self.there, self.here = (
             self.rng.integers(0, 256, plan.pools[0].nbytes, np.uint8)
-            for plan in (self.src, self.dst)
+            for plan in (self.source, self.destination)
         )
         self.driver, self.queue = driver, FakeLaunchQueue(driver)
         monkeypatch.setattr(address_runs, "RepeatedCopy", self.queue.kernel)
@@ -34,15 +37,15 @@ class Prepared:
     def stream(self, tokens: int) -> Any:
         """A request in blocks drawn anew."""
         drawn = []
-        for plan in (self.src, self.dst):
+        for plan in (self.source, self.destination):
             count = len(scattered(plan, tokens)[0])
             drawn.append({0: self.rng.permutation(plan.pools[0].blocks)[:count]})
-        ends: dict[str, Any] = {"src_rank": 0, "dst_rank": 0, "tokens": tokens}
-        return self.way.stream(src_blocks=drawn[0], dst_blocks=drawn[1], **ends)
+        ends: dict[str, Any] = {"source_rank": 0, "destination_rank": 0, "tokens": tokens}
+        return self.way.stream(source_blocks=drawn[0], destination_blocks=drawn[1], **ends)
 
     def runs(self, shape: RequestShape) -> TorchPreparedRuns:
         ends = self.there.ctypes.data, self.here.ctypes.data
-        blocks = self.src.pools[0].blocks
+        blocks = self.source.pools[0].blocks
         patterns = [AddressPattern(*ends, one, blocks) for one in shape.patterns]
         return TorchPreparedRuns(self.queue, patterns)
 
@@ -50,9 +53,9 @@ class Prepared:
         """Launch a request; what is under way, and what is here once it is over."""
         right = self.here.copy()
         for copy in stream.walk():
-            for a, b, length in zip(copy.src, copy.dst, copy.length, strict=True):
+            for a, b, length in zip(copy.source, copy.destination, copy.length, strict=True):
                 right[b : b + length] = self.there[a : a + length]
-        tables = stream._request.src.by_group, stream._request.dst.by_group
+        tables = stream._request.source.by_group, stream._request.destination.by_group
         return runs.post(*tables), right
 
 
@@ -157,8 +160,8 @@ def test_block_ids_that_a_source_made_up_touch_no_memory_of_others(
     ends = Prepared(monkeypatch, FakeLaunches())
     stream = ends.stream(61)
     runs = ends.runs(stream.shape())
-    src, dst = stream._request.src.by_group, stream._request.dst.by_group
-    for made_up in (0xFFFFFFFF, ends.src.pools[0].blocks):
+    src, dst = stream._request.source.by_group, stream._request.destination.by_group
+    for made_up in (0xFFFFFFFF, ends.source.pools[0].blocks):
         lies = {0: np.full(len(src[0]), made_up, np.uint32)}
         posted = runs.post(lies, dst)
         ends.driver.go_on()

@@ -228,10 +228,16 @@ def test_a_node_that_shares_staging_alone_is_read_to_the_byte(kind: Kind) -> Non
     right = pools[1][0].copy()
     (copy,) = (
         route(*plans)
-        .bind(src_rank=0, dst_rank=0, src_blocks=tables[0], dst_blocks=tables[1], tokens=50)
+        .bind(
+            source_rank=0,
+            destination_rank=0,
+            source_blocks=tables[0],
+            destination_blocks=tables[1],
+            tokens=50,
+        )
         .copies
     )
-    for a, b, n in zip(copy.src, copy.dst, copy.length, strict=True):
+    for a, b, n in zip(copy.source, copy.destination, copy.length, strict=True):
         right[b : b + n] = pools[0][0][a : a + n]
     source, target = (
         Node(made, memory=memory_of(own), transport=transport, identity=OURS, piece=4096)
@@ -241,7 +247,7 @@ def test_a_node_that_shares_staging_alone_is_read_to_the_byte(kind: Kind) -> Non
     with source, target, Session(target, [source.endpoint]) as session:
         assert not any(map(source.transport.shares, pools[0]))
         source.offer("r", tables[0], 50, released=lambda *said: why.append(said))
-        moved = session.pull("r", dst_blocks=tables[1], tokens=50).wait(20)
+        moved = session.pull("r", destination_blocks=tables[1], tokens=50).wait(20)
         assert moved.ready
         assert np.array_equal(pools[1][0], right)
         assert why == [("r", "read")]
@@ -253,8 +259,8 @@ def _reach(near: End, far: End) -> None:
     link.read([one(0, 0)]).wait(soon())
 
 
-def one(src_pool: int, dst_pool: int) -> Copy:
-    return Copy(src_pool, dst_pool, np.array([0]), np.array([0]), np.array([64]))
+def one(source_pool: int, destination_pool: int) -> Copy:
+    return Copy(source_pool, destination_pool, np.array([0]), np.array([0]), np.array([64]))
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], *KINDS[2:]], ids=lambda kind: kind.label)

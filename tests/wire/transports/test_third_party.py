@@ -60,7 +60,7 @@ def test_a_transport_of_another_package_moves_a_request() -> None:
         blocks = scattered(plan, 32)
         source.offer("request", blocks, 32)
         with Session(target, [source.endpoint]) as session:
-            assert session.pull("request", dst_blocks=blocks, tokens=32).wait(10).ready
+            assert session.pull("request", destination_blocks=blocks, tokens=32).wait(10).ready
     assert source.transport.name == "pigeon"
     assert any((pool == 7).any() for pool in pools[1].values())
 

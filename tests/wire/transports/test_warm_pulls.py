@@ -59,11 +59,11 @@ class WarmEnds:
     def offer(self, request: str, blocks: Any = None, tokens: int = TOKENS) -> None:
         blocks = scattered(self.source.plan, tokens) if blocks is None else blocks
         tell = lambda _, why: self.released.append(why)  # noqa: E731
-        self.source.offer(request, blocks, tokens, seconds=30, released=tell)
+        self.source.offer(request, blocks, tokens, timeout=30, released=tell)
 
     def pull(self, request: str, **about: Any) -> Any:
         asked: dict[str, Any] = {
-            "dst_blocks": scattered(self.target.plan, TOKENS),
+            "destination_blocks": scattered(self.target.plan, TOKENS),
             "tokens": TOKENS,
         }
         return self.session.pull(request, **(asked | about))
@@ -119,7 +119,7 @@ def test_warm_pulls_of_any_length_move_every_element_between_other_blocks(name: 
                 pool[:] = ends.pools[index]
             ends.offer(f"{turn}", blocks[0], tokens)
             ends.driver.log.clear()
-            transfer = ends.pull(f"{turn}", dst_blocks=blocks[1], tokens=tokens)
+            transfer = ends.pull(f"{turn}", destination_blocks=blocks[1], tokens=tokens)
             assert ends.acts[-2:] == ["after_caller", "post"], "launched by who asked"
             assert "record" not in ends.acts
             assert transfer.wait(20).moved == transfer.total
@@ -146,11 +146,13 @@ def test_ranks_are_warm_one_by_one_and_make_up_a_request_together() -> None:
         def pull(request: str, *ranks: int) -> tuple[Any, int]:
             """Pull what some ranks offer; the transfer, and how many reads were begun at once."""
             for rank in ranks:
-                sources[rank][0].offer(request, move.src_blocks, TOKENS)
+                sources[rank][0].offer(request, move.source_blocks, TOKENS)
             for index, pool in pools.items():
                 pool[:] = poison.pools[index]
             driver.log.clear()
-            transfer = session.pull(request, dst_blocks=move.dst_blocks, tokens=TOKENS)
+            transfer = session.pull(
+                request, destination_blocks=move.destination_blocks, tokens=TOKENS
+            )
             return transfer, [what for what, _ in driver.log].count("post")
 
         for turn in range(2):
@@ -173,13 +175,15 @@ class WarmRanks:
 
     def __init__(self, stack: ExitStack, name: str, **source: int) -> None:
         machine, rng = FakeMachine(), np.random.default_rng(4)
-        self.src, self.dst = small(name, **source), small(name, block_size=32)
-        ranks = range(self.src.ranks)
-        made = [stack.enter_context(node_of(self.src, machine, rng, rank=rank)) for rank in ranks]
+        self.source, self.destination = small(name, **source), small(name, block_size=32)
+        ranks = range(self.source.ranks)
+        made = [
+            stack.enter_context(node_of(self.source, machine, rng, rank=rank)) for rank in ranks
+        ]
         self.nodes = [node for node, _, _ in made]
-        target, _, self.driver = stack.enter_context(node_of(self.dst, machine, rng))
+        target, _, self.driver = stack.enter_context(node_of(self.destination, machine, rng))
         self.session = Session(target, [node.endpoint for node in self.nodes])
-        self.blocks = scattered(self.dst, TOKENS)
+        self.blocks = scattered(self.destination, TOKENS)
         self.released: list[tuple[int, str]] = []
         warm = self.session._connections.find(self.nodes[0].endpoint).shapes  # type: ignore[union-attr]
         for turn in range(2):
@@ -193,10 +197,10 @@ class WarmRanks:
         """Pull, for the last time, what all ranks offer."""
         for rank, node in enumerate(self.nodes):
             tell = lambda _, why, rank=rank: self.released.append((rank, why))  # noqa: E731
-            node.offer(request, scattered(self.src, TOKENS), TOKENS, released=tell)
+            node.offer(request, scattered(self.source, TOKENS), TOKENS, released=tell)
         self.driver.log.clear()
         blocks = self.blocks if blocks is None else blocks
-        return self.session.pull(request, dst_blocks=blocks, tokens=TOKENS, final=True)
+        return self.session.pull(request, destination_blocks=blocks, tokens=TOKENS, final=True)
 
     @property
     def begun(self) -> int:
@@ -251,14 +255,14 @@ def test_whatever_is_wrong_with_a_request_is_refused_as_if_it_were_the_first() -
         blocks = scattered(ends.target.plan, TOKENS)[0]
         most = ends.target.plan.pools[0].blocks
         lies: list[tuple[dict[str, Any], Code]] = [
-            ({"dst_blocks": {0: [blocks[0], blocks[0]]}}, Code.TWICE),
-            ({"dst_blocks": {0: [blocks[0], most]}}, Code.OUT_OF_RANGE),
-            ({"dst_blocks": {0: [-1, blocks[1]]}}, Code.OUT_OF_RANGE),
-            ({"dst_blocks": {0: blocks[:1]}}, Code.MISSING_BLOCKS),
-            ({"dst_blocks": {0: blocks, 7: blocks}}, Code.OUT_OF_RANGE),
+            ({"destination_blocks": {0: [blocks[0], blocks[0]]}}, Code.TWICE),
+            ({"destination_blocks": {0: [blocks[0], most]}}, Code.OUT_OF_RANGE),
+            ({"destination_blocks": {0: [-1, blocks[1]]}}, Code.OUT_OF_RANGE),
+            ({"destination_blocks": {0: blocks[:1]}}, Code.MISSING_BLOCKS),
+            ({"destination_blocks": {0: blocks, 7: blocks}}, Code.OUT_OF_RANGE),
             ({"tokens": TOKENS + 1}, Code.BAD_TOKENS),
             ({"request": "another"}, Code.UNKNOWN_REQUEST),
-            ({"src_blocks": {0: [1]}}, Code.UNKNOWN_REQUEST),
+            ({"source_blocks": {0: [1]}}, Code.UNKNOWN_REQUEST),
         ]
         for lie, code in lies:
             asked = {"request": "r"} | lie
@@ -300,7 +304,7 @@ def test_blocks_of_a_warm_pull_that_failed_are_kept_until_its_copy_is_over(how: 
     with warm_ends() as ends:
         ends.offer("r")
         ends.driver.late = True
-        transfer = ends.pull("r", seconds=0.05 if how == "deadline" else 30)
+        transfer = ends.pull("r", timeout=0.05 if how == "deadline" else 30)
         if how == "cancel":
             transfer.cancel()
         elif how == "close":
@@ -344,7 +348,7 @@ def test_shapes_in_use_are_kept_and_those_that_were_used_longest_ago_are_not(
             for name, count in ((f"{tokens}", tokens), (f"again {tokens}", TOKENS)):
                 ends.offer(name, tokens=count)
                 blocks = scattered(ends.target.plan, count)
-                assert ends.pull(name, dst_blocks=blocks, tokens=count).wait(20).ready
+                assert ends.pull(name, destination_blocks=blocks, tokens=count).wait(20).ready
             assert in_use in ends.warm._kept
         assert [key[0] for key in ends.warm._kept] == [(0, 7), (0, 8), (0, TOKENS)]
 
@@ -367,7 +371,7 @@ def test_what_is_asked_wrongly_is_refused_before_anything_is_copied() -> None:
     with warm_ends() as ends:
         ends.offer("r")
         ends.driver.log.clear()
-        for wrong in ({"seconds": "soon"}, {"wait_for_offer": float("nan")}):
+        for wrong in ({"timeout": "soon"}, {"wait_for_offer": float("nan")}):
             with pytest.raises(AtlasError) as refusal:
                 ends.pull("r", **wrong)
             assert refusal.value.code == Code.BAD_QUANTITY
@@ -448,13 +452,13 @@ def test_a_source_that_has_gone_confirms_no_warm_pull() -> None:
 
 def test_pulls_are_followed_up_as_the_process_ends_and_has_no_more_threads() -> None:
     """A session that is closed at exit waits for whoever looks after its pulls."""
-    workers, beside = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-    follow, done = follow_ups.FollowUps(workers, beside), list[str]()
+    workers, background = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+    follow, done = follow_ups.FollowUps(workers, background), list[str]()
     for _ in range(2):
         part = TransferPart(lambda: done.append("read"))
         follow.add(part, lambda: done.append("told"))
         workers.shutdown()
-        beside.shutdown(wait=False)
+        background.shutdown(wait=False)
         assert eventually(lambda: done == ["read", "told"])
         closing = threading.Thread(target=follow.close, daemon=True)
         closing.start()

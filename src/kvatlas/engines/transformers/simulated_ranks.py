@@ -51,7 +51,7 @@ class SimulatedRanks(ExitStack):
         blocks = scattered(self.plan, tokens)
         copy_request(
             route(cache.plan, self.plan), _pools(cache), self.pools,
-            src_blocks=cache.blocks_of(sequence), dst_blocks=blocks, tokens=tokens,
+            source_blocks=cache.blocks_of(sequence), destination_blocks=blocks, tokens=tokens,
         )  # fmt: skip
         return blocks
 
@@ -60,7 +60,7 @@ class SimulatedRanks(ExitStack):
         (mine,) = cache.adopt(tokens)
         copy_request(
             route(self.plan, cache.plan), self.pools, _pools(cache),
-            src_blocks=blocks, dst_blocks=mine, tokens=tokens,
+            source_blocks=blocks, destination_blocks=mine, tokens=tokens,
         )  # fmt: skip
 
 

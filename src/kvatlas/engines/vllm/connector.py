@@ -50,6 +50,7 @@ from kvatlas.engines.vllm.supported_versions import (
 )
 from kvatlas.engines.vllm.tier_conversion import keeps_finished
 from kvatlas.engines.vllm.tier_worker import TierCounts, TierWorker
+from kvatlas.engines.vllm.transport_choice import choose_transport
 from kvatlas.engines.vllm.weights_identity import engine_identity
 from kvatlas.engines.vllm.worker_side import PullCounts, WorkerSide
 from kvatlas.errors import AtlasError, Code
@@ -227,6 +228,10 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         rank = get_pp_group().rank_in_group * plan.tp + get_tp_group().rank_in_group
         (pool,) = plan.rank_pools(rank).values()
         tensor = next(iter(named.values()))
+        if not self._settings.alone:
+            chosen = choose_transport(self._settings, on_gpu=tensor.device.type != "cpu")
+            log.info("transport %s: %s", chosen.name, chosen.why)
+            self._settings = chosen.applied_to(self._settings)
         memory = Memory(base, pool.nbytes, device_for(self._settings, tensor), owner=tensor)
         if self._settings.tier is not None:
             check_reachable(tensor)

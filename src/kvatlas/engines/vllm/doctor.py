@@ -16,14 +16,14 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from kvatlas.engines.vllm.engine_arguments import EngineArguments
-from kvatlas.engines.vllm.engine_pair import Ends, EngineEnd, Finding, beside
+from kvatlas.engines.vllm.engine_pair import Ends, EngineEnd, Finding, finding
 from kvatlas.engines.vllm.identity_findings import latent_on_cpu_finding, weights_finding
 from kvatlas.engines.vllm.plan_findings import dtypes_of, plan_findings, windows_of
 from kvatlas.engines.vllm.supported_versions import KNOWN
+from kvatlas.engines.vllm.transport_finding import opened_transport_finding
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import Check
-from kvatlas.wire import make_transport
 
 TOKENS = 1000
 """Tokens of the request whose transfer is estimated."""
@@ -102,16 +102,16 @@ def _connector(ends: Ends) -> Finding | None:
         return None  # the arguments do not specify it
     if any(not end.transfer for end in ends):
         why = f"start both with --kv-transfer-config, kv_connector {_CONNECTOR}"
-        return beside("connector", names, "no", why)
+        return finding("connector", names, "no", why)
     modules = {end.transfer.get("kv_connector_module_path") for end in ends}
     if set(names) != {_CONNECTOR} or modules != {_MODULE}:
         why = f"both need kv_connector {_CONNECTOR} and kv_connector_module_path {_MODULE}"
-        return beside("connector", names, "no", why)
+        return finding("connector", names, "no", why)
     for end in ends:
         if end.bad_settings is not None:
             why = f"{end.bad_settings.got}. {end.bad_settings.hint}"
-            return beside("connector", names, "no", why)
-    return beside("connector", names)
+            return finding("connector", names, "no", why)
+    return finding("connector", names)
 
 
 def _roles(ends: Ends) -> Finding | None:
@@ -120,8 +120,8 @@ def _roles(ends: Ends) -> Finding | None:
     roles = [str(end.transfer.get("kv_role")) for end in ends]
     right = (("kv_both", "kv_producer"), ("kv_both", "kv_consumer"))
     if any(role not in allowed for role, allowed in zip(roles, right, strict=True)):
-        return beside("role", roles, "no", "use kv_both, or kv_producer and kv_consumer")
-    return beside("role", roles)
+        return finding("role", roles, "no", "use kv_both, or kv_producer and kv_consumer")
+    return finding("role", roles)
 
 
 def _failures(ends: Ends) -> Finding | None:
@@ -130,8 +130,8 @@ def _failures(ends: Ends) -> Finding | None:
     policies = [str(end.transfer.get("kv_load_failure_policy", "fail")) for end in ends]
     why = "a request fails if its cache cannot be read; with recompute, it is computed instead"
     if policies[1] == "fail":
-        return beside("failed reads", policies, "look", why)
-    return beside("failed reads", policies)
+        return finding("failed reads", policies, "look", why)
+    return finding("failed reads", policies)
 
 
 def _managers(ends: Ends) -> Finding | None:
@@ -146,8 +146,8 @@ def _managers(ends: Ends) -> Finding | None:
     decode = ends[1].arguments
     if off[1] and decode and decode.enable_prefix_caching is not False:
         why = "only windows are read: the decode engine does not cache earlier tokens"
-        return beside("hybrid manager", said, "look", why)
-    return beside("hybrid manager", said, why="only windows are read")
+        return finding("hybrid manager", said, "look", why)
+    return finding("hybrid manager", said, why="only windows are read")
 
 
 def _backends(ends: Ends) -> Finding | None:
@@ -164,8 +164,8 @@ def _backends(ends: Ends) -> Finding | None:
     ]
     if any(tiled):
         why = "vLLM's CPU backend tiles bf16 keys: serve with dtype float32 or float16"
-        return beside("backend", names, "no", why)
-    return beside("backend", names)
+        return finding("backend", names, "no", why)
+    return finding("backend", names)
 
 
 def _drafters(ends: Ends) -> Finding | None:
@@ -176,8 +176,8 @@ def _drafters(ends: Ends) -> Finding | None:
     said = ["drafter" if one else "none" for one in used]
     if used[0] != used[1]:
         why = "both engines need the same drafter, because its caches are transferred too"
-        return beside("speculation", said, "no", why)
-    return beside("speculation", said, "look", "the plans do not include the drafter's layers")
+        return finding("speculation", said, "no", why)
+    return finding("speculation", said, "look", "the plans do not include the drafter's layers")
 
 
 _ARGUMENTS: Sequence[Callable[[Ends], Finding | None]] = (
@@ -192,40 +192,36 @@ _ARGUMENTS: Sequence[Callable[[Ends], Finding | None]] = (
 def _transport(ends: Ends) -> Finding | None:
     names = [end.settings.transport for end in ends if end.settings]
     if names[0] != names[1]:
-        return beside("transport", names, "no", "both engines need the same transport")
+        return finding("transport", names, "no", "both engines need the same transport")
     if names[0] == "none":
-        return beside(
+        return finding(
             "transport", names, "no", "engines without a transport cannot exchange caches directly"
         )
     if names[0] == "shm" and ends[0].reachable != ends[1].reachable:
-        return beside("transport", names, "no", "shm connects processes on one host only")
-    try:
-        make_transport(names[0]).close()
-    except AtlasError as refusal:
-        return beside("transport", names, "look", f"not available on this host: {refusal.got}")
-    return beside("transport", names, why="available on this host")
+        return finding("transport", names, "no", "shm connects processes on one host only")
+    return opened_transport_finding(ends, names)
 
 
 def _addresses(ends: Ends) -> Finding | None:
     said = [end.reachable for end in ends]
     if ends[0].local != ends[1].local:
         why = "one engine listens on loopback only: listen on a network address"
-        return beside("address", said, "no", why)
+        return finding("address", said, "no", why)
     if ends[0].local:
-        return beside("address", said, why="both on one host")
-    return beside("address", said)
+        return finding("address", said, why="both on one host")
+    return finding("address", said)
 
 
 def _ports(ends: Ends) -> Finding | None:
     spans = [_port_range(end) for end in ends]
     said = [_ports_said(span) for span in spans]
     if any(span.stop > 65536 for span in spans):
-        return beside("ports", said, "no", "ports must be at most 65535")
+        return finding("ports", said, "no", "ports must be at most 65535")
     same_host = ends[0].reachable == ends[1].reachable or ends[0].local
     if same_host and set(spans[0]) & set(spans[1]):
-        return beside("ports", said, "no", "both use the same ports on one host")
+        return finding("ports", said, "no", "both use the same ports on one host")
     if any(not span and not end.local for span, end in zip(spans, ends, strict=True)):
-        return beside(
+        return finding(
             "ports",
             said,
             "look",
@@ -234,8 +230,8 @@ def _ports(ends: Ends) -> Finding | None:
     busy = [port for span, end in zip(spans, ends, strict=True) if end.local
             for port in span if _taken(port)]  # fmt: skip
     if busy:
-        return beside("ports", said, "look", f"port {busy[0]} is in use on this host")
-    return beside("ports", said)
+        return finding("ports", said, "look", f"port {busy[0]} is in use on this host")
+    return finding("ports", said)
 
 
 def _ports_said(ports: range) -> str:
@@ -271,23 +267,23 @@ def _secrets(ends: Ends) -> Finding | None:
                 for end, one in zip(ends, settings, strict=True)]  # fmt: skip
         if any(bare):
             why = "an engine needs a secret_file to listen outside its host"
-            return beside("secret", said, "no", why)
+            return finding("secret", said, "no", why)
         open_to_all = any(not end.local for end in ends)
         why = "any host that reaches the ports can read caches" if open_to_all else "loopback only"
-        return beside("secret", said, "look" if open_to_all else "ok", why)
+        return finding("secret", said, "look" if open_to_all else "ok", why)
     if not all(one.secret_file for one in settings):
-        return beside("secret", said, "no", "only one engine has a secret")
+        return finding("secret", said, "no", "only one engine has a secret")
     try:
         found = [one.secret() or b"" for one in settings]
     except AtlasError as refusal:
-        return beside("secret", said, "look", f"cannot be read on this host: {refusal.got}")
+        return finding("secret", said, "look", f"cannot be read on this host: {refusal.got}")
     said = [f"{text} ({len(one)} bytes)" for text, one in zip(said, found, strict=True)]
     if min(map(len, found)) < _SHORTEST_SECRET:
         why = f"a secret needs at least {_SHORTEST_SECRET} bytes"
-        return beside("secret", said, "no", why)
+        return finding("secret", said, "no", why)
     if found[0] != found[1]:
-        return beside("secret", said, "no", "the secrets differ")
-    return beside("secret", said, why="the same in both engines")
+        return finding("secret", said, "no", "the secrets differ")
+    return finding("secret", said, why="the same in both engines")
 
 
 _SETTINGS: Sequence[Callable[[Ends], Finding | None]] = (_transport, _addresses, _ports, _secrets)

@@ -55,12 +55,12 @@ class EndedRequests:
         """Report that the read of a request has ended: it was received, or it has `failed`."""
         self._told.put(("failed" if failed else "received", request_id))
 
-    def take(self, seconds: float = 0.0) -> Ended:
-        """Return the requests that ended since the last call; wait up to `seconds` for one."""
+    def take(self, timeout: float = 0.0) -> Ended:
+        """Return the requests that ended since the last call; wait `timeout` seconds for one."""
         ended = Ended()
         with suppress(queue.Empty):
             while True:
-                wait = seconds if ended == Ended() else 0.0
+                wait = timeout if ended == Ended() else 0.0
                 what, request_id = self._told.get(wait > 0, wait or None)
                 if what == "sent":
                     ended.sent.add(request_id)

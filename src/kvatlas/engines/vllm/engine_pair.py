@@ -11,7 +11,6 @@ from kvatlas.engines.vllm.settings import ConnectorSettings
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 
-_LOOPBACK = ("127.", "localhost", "::1")
 _NO_MODEL = (Code.UNKNOWN_MODEL, Code.UNREADABLE)
 
 Verdict = Literal["ok", "look", "no"]
@@ -28,7 +27,7 @@ class Finding:
     why: str = ""
 
 
-def beside(what: str, said: Iterable[str], verdict: Verdict = "ok", why: str = "") -> Finding:
+def finding(what: str, said: Iterable[str], verdict: Verdict = "ok", why: str = "") -> Finding:
     """Return a finding about `what`. `said` contains the prefill and the decode engine's value."""
     prefill, decode = said
     return Finding(what, prefill, decode, verdict, why)
@@ -67,12 +66,13 @@ class EngineEnd:
     def reachable(self) -> str:
         """The host that the engine advertises to its peers."""
         assert self.settings is not None  # noqa: S101
-        return self.settings.advertise or self.settings.listen
+        return self.settings.reachable
 
     @property
     def local(self) -> bool:
         """Whether the engine can be reached from its own host only."""
-        return self.reachable.startswith(_LOOPBACK)
+        assert self.settings is not None  # noqa: S101
+        return self.settings.local
 
 
 Ends = tuple[EngineEnd, EngineEnd]

@@ -52,11 +52,11 @@ def open_tier(
     """
     if where == IN_MEMORY:
         made = _planned(model, memory, own)
-        return share_memory(memory_socket(engine_id), made, seconds=_MOVE_SECONDS)
+        return share_memory(memory_socket(engine_id), made, timeout=_MOVE_SECONDS)
     stored = model if convert is None else stored_as(model, convert)
     new = None if Path(where).exists() else _planned(stored, memory, own)
     try:
-        tier = share_file(where, new, durable=False, seconds=_MOVE_SECONDS)
+        tier = share_file(where, new, durable=False, timeout=_MOVE_SECONDS)
     except AtlasError as refusal:
         if refusal.code in _NOT_THERE:
             raise
@@ -106,11 +106,11 @@ def find_tier(where: str, engine_id: str) -> TierClient | None:
     """Connect the scheduler to the tier that the workers opened; None if there is none."""
     at = memory_socket(engine_id) if where == IN_MEMORY else socket_beside(Path(where))
     try:
-        tier = TierClient(at, seconds=_ASK_SECONDS, patience=_ASK_SECONDS)
+        tier = TierClient(at, timeout=_ASK_SECONDS, connect_timeout=_ASK_SECONDS)
     except AtlasError as refusal:
         log.error("tier disabled: %s", refusal)
         return None
-    tier.patience = 0.0  # from now on, an unreachable tier is an immediate miss
+    tier.connect_timeout = 0.0  # from now on, an unreachable tier is an immediate miss
     return tier
 
 

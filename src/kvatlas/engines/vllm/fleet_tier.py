@@ -70,7 +70,7 @@ def find_fleet_tier(settings: ConnectorSettings, rows: bytes, identity: bytes) -
                 shards=options.shards,
                 stages=options.stages,
                 staging=0,
-                deadline=settings.lookup_seconds,
+                timeout=settings.lookup_seconds,
                 other=None if convert is None else other_rows(own, convert, max_len=own.max_len),
             )
         except AtlasError as refusal:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvatlas.engines.vllm.engine_pair import Ends, EngineEnd, Finding, beside
+from kvatlas.engines.vllm.engine_pair import Ends, EngineEnd, Finding, finding
 from kvatlas.engines.vllm.supported_versions import CPU_MLA
 from kvatlas.engines.vllm.weights_identity import stored_config
 from kvatlas.errors import AtlasError
@@ -37,22 +37,22 @@ def weights_finding(ends: Ends) -> Finding | None:
     unnamed = [end for end in ends if _makes_up_weights(end)]
     if unnamed:
         why = "load_format dummy needs weights_identity in kv_connector_extra_config"
-        return beside("weights", ("made up" if end in unnamed else "-" for end in ends), "no", why)
+        return finding("weights", ("made up" if end in unnamed else "-" for end in ends), "no", why)
     one, other = (_served(end) for end in ends)
     shown = (one.shown, other.shown)
     why = _difference(one, other)
     if why and all(end.settings and not end.settings.check_identity for end in ends):
-        return beside(
+        return finding(
             "weights", shown, "look", f"{why}; both accept that (check_identity is false)"
         )
     if why:
-        return beside("weights", shown, "no", why)
+        return finding("weights", shown, "no", why)
     if one.weights is None or other.weights is None:
         if one.shown == other.shown:
-            return beside("weights", shown, why="the same name; the files are not on this host")
+            return finding("weights", shown, why="the same name; the files are not on this host")
         why = "cannot be compared on this host; the engines reject each other if they differ"
-        return beside("weights", shown, "look", why)
-    return beside("weights", shown, why="the same")
+        return finding("weights", shown, "look", why)
+    return finding("weights", shown, why="the same")
 
 
 def latent_on_cpu_finding(ends: Ends) -> Finding | None:
@@ -60,7 +60,7 @@ def latent_on_cpu_finding(ends: Ends) -> Finding | None:
     wrong = [_on_cpu(end) and _keeps_latents(end) for end in ends]
     if not any(wrong):
         return None
-    return beside("MLA", ("on a CPU" if one else "-" for one in wrong), "no", CPU_MLA)
+    return finding("MLA", ("on a CPU" if one else "-" for one in wrong), "no", CPU_MLA)
 
 
 def _difference(one: _Served, other: _Served) -> str:

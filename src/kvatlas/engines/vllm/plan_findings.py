@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvatlas.engines.vllm.engine_pair import Ends, Finding, beside
+from kvatlas.engines.vllm.engine_pair import Ends, Finding, finding
 from kvatlas.errors import Code
 from kvatlas.planning import Group, Plan
 from kvatlas.routing import Check, check
@@ -20,34 +20,45 @@ def plan_findings(ends: Ends, tokens: int) -> tuple[list[Finding], Check | None]
             why = f"the {name} engine cannot be planned: {refusal.problem}. {refusal.hint}"
             told = {name: str(refusal.got), "decode" if name == "prefill" else "prefill": "-"}
             return [Finding("plan", told["prefill"], told["decode"], "no", why)], None
-    src, dst = (end.plan for end in ends)
-    assert src is not None  # noqa: S101
-    assert dst is not None  # noqa: S101
-    moves = check(src, dst, tokens=min(tokens, src.max_len, dst.max_len))
+    source, destination = (end.plan for end in ends)
+    assert source is not None  # noqa: S101
+    assert destination is not None  # noqa: S101
+    moves = check(source, destination, tokens=min(tokens, source.max_len, destination.max_len))
     unlike = {reason.code: reason.got for reason in moves.reasons}
     dtypes = "must be the same in both" if unlike.pop(Code.UNLIKE_DTYPES, "") else ""
     findings = [
-        _model(src, dst, moves, "; ".join(unlike.values())),
-        Finding("cache dtype", dtypes_of(src), dtypes_of(dst), "no" if dtypes else "ok", dtypes),
-        _topology(src, dst),
-        Finding("layout", src.layout, dst.layout, why=_turned(src.layout, dst.layout)),
-        beside("block", (f"{end.block_size:,} tokens" for end in (src, dst))),
-        beside("groups", (_groups(end) for end in (src, dst))),
-        *_partial(src, dst),
-        _lengths(src, dst),
+        _model(source, destination, moves, "; ".join(unlike.values())),
+        Finding(
+            "cache dtype",
+            dtypes_of(source),
+            dtypes_of(destination),
+            "no" if dtypes else "ok",
+            dtypes,
+        ),
+        _topology(source, destination),
+        Finding(
+            "layout",
+            source.layout,
+            destination.layout,
+            why=_turned(source.layout, destination.layout),
+        ),
+        finding("block", (f"{end.block_size:,} tokens" for end in (source, destination))),
+        finding("groups", (_groups(end) for end in (source, destination))),
+        *_partial(source, destination),
+        _lengths(source, destination),
     ]
     return findings, moves if moves.ok else None
 
 
-def _model(src: Plan, dst: Plan, moves: Check, unlike: str) -> Finding:
-    both = zip((src, dst), moves.fingerprints, strict=True)
+def _model(source: Plan, destination: Plan, moves: Check, unlike: str) -> Finding:
+    both = zip((source, destination), moves.fingerprints, strict=True)
     prints = [f"{plan.model} ({one[:8]})" for plan, one in both]
     if unlike:
-        return beside("model", prints, "no", unlike)
-    if src.model != dst.model:
+        return finding("model", prints, "no", unlike)
+    if source.model != destination.model:
         why = "the layers are the same, but the names differ: make sure the weights are the same"
-        return beside("model", prints, "look", why)
-    return beside("model", prints)
+        return finding("model", prints, "look", why)
+    return finding("model", prints)
 
 
 def dtypes_of(plan: Plan) -> str:
@@ -63,23 +74,25 @@ def dtypes_of(plan: Plan) -> str:
     return ", ".join(found)
 
 
-def _topology(src: Plan, dst: Plan) -> Finding:
-    said = [", ".join(f"{name} {n}" for name, n in _sizes(plan)) for plan in (src, dst)]
-    if src.dcp > 1 or dst.dcp > 1:
+def _topology(source: Plan, destination: Plan) -> Finding:
+    said = [", ".join(f"{name} {n}" for name, n in _sizes(plan)) for plan in (source, destination)]
+    if source.dcp > 1 or destination.dcp > 1:
         why = "the connector does not support context parallelism"
-        return beside("ranks", said, "no", why)
+        return finding("ranks", said, "no", why)
     why = (
-        "" if (src.tp, src.pp) == (dst.tp, dst.pp) else "heads and layers are resharded in transit"
+        ""
+        if (source.tp, source.pp) == (destination.tp, destination.pp)
+        else "heads and layers are resharded in transit"
     )
-    return beside("ranks", said, why=why)
+    return finding("ranks", said, why=why)
 
 
 def _sizes(plan: Plan) -> list[tuple[str, int]]:
     return [("tp", plan.tp), ("pp", plan.pp), *([("dcp", plan.dcp)] if plan.dcp > 1 else [])]
 
 
-def _turned(src: str, dst: str) -> str:
-    return "" if src == dst else "the layout is converted in transit"
+def _turned(source: str, destination: str) -> str:
+    return "" if source == destination else "the layout is converted in transit"
 
 
 def _groups(plan: Plan) -> str:
@@ -89,18 +102,20 @@ def _groups(plan: Plan) -> str:
     return ", ".join(kind if n == 1 else f"{n} x {kind}" for kind, n in kinds.items())
 
 
-def _partial(src: Plan, dst: Plan) -> list[Finding]:
+def _partial(source: Plan, destination: Plan) -> list[Finding]:
     """Return findings about sliding windows and recurrent states; none if there are neither."""
     findings = []
-    windows = [windows_of(plan) for plan in (src, dst)]
+    windows = [windows_of(plan) for plan in (source, destination)]
     if any(windows):
         why = "prefill omits the last token of the prompt, and decode computes it"
-        findings.append(beside("windows", (w or "all tokens" for w in windows), why=why))
-    states = [sum(group.kind == "recurrent" for group in plan.groups) for plan in (src, dst)]
+        findings.append(finding("windows", (w or "all tokens" for w in windows), why=why))
+    states = [
+        sum(group.kind == "recurrent" for group in plan.groups) for plan in (source, destination)
+    ]
     if any(states):
         said = [f"{n} group{'s' * (n != 1)}" if n else "none" for n in states]
         why = "the state before the prompt's last token is transferred"
-        findings.append(beside("recurrent states", said, why=why))
+        findings.append(finding("recurrent states", said, why=why))
     return findings
 
 
@@ -116,10 +131,10 @@ def _window(group: Group) -> int | None:
     return group.visibility.window or group.visibility.chunk
 
 
-def _lengths(src: Plan, dst: Plan) -> Finding:
-    said = [f"{plan.max_len:,} tokens" for plan in (src, dst)]
-    if src.max_len > dst.max_len:
-        return beside(
+def _lengths(source: Plan, destination: Plan) -> Finding:
+    said = [f"{plan.max_len:,} tokens" for plan in (source, destination)]
+    if source.max_len > destination.max_len:
+        return finding(
             "longest request", said, "look", "the decode engine rejects the longest prompts"
         )
-    return beside("longest request", said)
+    return finding("longest request", said)

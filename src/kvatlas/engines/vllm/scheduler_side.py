@@ -21,7 +21,7 @@ from kvatlas.engines.vllm.orders import (
 )
 from kvatlas.engines.vllm.prefix_tier import PrefixTier
 from kvatlas.engines.vllm.remote_prefills import RemotePrefills
-from kvatlas.engines.vllm.tier_scheduler import PATIENCE, TierScheduler
+from kvatlas.engines.vllm.tier_scheduler import LOOKUP_TIMEOUT, TierScheduler
 from kvatlas.engines.vllm.transfer_groups import TransferGroups
 from kvatlas.errors import AtlasError
 from kvatlas.pool import BlockEvent
@@ -77,13 +77,15 @@ class SchedulerSide:
         """Record the endpoints of this engine's ranks, by stage and tensor-parallel rank."""
         self._offers.endpoints = tuple(endpoints[key] for key in sorted(endpoints))
 
-    def use_tier(self, tier: PrefixTier, patience: float = PATIENCE, *, keeps: bool = True) -> None:
+    def use_tier(
+        self, tier: PrefixTier, timeout: float = LOOKUP_TIMEOUT, *, keeps: bool = True
+    ) -> None:
         """Look up requests in a tier, and store finished requests in it if `keeps` is true.
 
-        A request waits for its lookup for at most `patience` seconds.
+        A request waits for its lookup for at most `timeout` seconds.
         """
         ahead, guesses = self._ahead, self._guesses
-        made = TierScheduler(tier, ahead=ahead, guesses=guesses, patience=patience)
+        made = TierScheduler(tier, ahead=ahead, guesses=guesses, timeout=timeout)
         made.keeps &= keeps
         self._tier = made
 

@@ -37,9 +37,9 @@ class EngineSessions:
     """
 
     def __init__(
-        self, node: Node, *, seconds: float, close: Callable[[Callable[[], None]], object]
+        self, node: Node, *, timeout: float, close: Callable[[Callable[[], None]], object]
     ) -> None:
-        self._node, self._seconds, self._close = node, seconds, close
+        self._node, self._timeout, self._close = node, timeout, close
         self._kept: OrderedDict[tuple[str, ...], _Kept] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -67,7 +67,7 @@ class EngineSessions:
                 raise kept.failure
             if kept.session is None:
                 try:
-                    kept.session = Session(self._node, endpoints, seconds=self._seconds)
+                    kept.session = Session(self._node, endpoints, timeout=self._timeout)
                 except AtlasError as refusal:
                     kept.failure = refusal
                     raise

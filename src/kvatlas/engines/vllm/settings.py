@@ -17,7 +17,10 @@ from kvatlas.tier.opening import is_store
 from kvatlas.wire import TRANSPORT_NAMES, How
 from kvatlas.wire.client.transfer_request import how_hint
 
+AUTO = "auto"
+"""The transport is chosen when the engine registers its caches."""
 _NO_TRANSPORT = "none"
+_LOOPBACK = ("127.", "localhost", "::1")
 _IN_MEMORY = "memory"
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
 Scale = Annotated[float, Meta(gt=0)]
@@ -49,8 +52,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 'transports'. Did you mean 'transport'? [bad_config]
     """
 
-    transport: str = "nixl"
-    """The transport: `nixl`, `mooncake`, `shm` (one host only), ...; `none` to use a tier only."""
+    transport: str = AUTO
+    """The transport: `nixl`, `tcp`, `shm` (one host only), ...; `none` to use a tier only. `auto`:
+    shared memory on one host; between hosts NIXL over RDMA, or `tcp` without RDMA."""
     transport_options: dict[str, Any] = {}
     """Options of the transport, such as `{"device": "eth0"}` for nixl."""
     how: How = "auto"
@@ -118,9 +122,13 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise _bad(str(wrong), hint) from None
         if settings.alone and settings.tier is None:
             raise _bad("transport 'none' without a tier", "Set tier, or remove transport")
-        if settings.transport not in (*TRANSPORT_NAMES, _NO_TRANSPORT):
-            known = ", ".join((*TRANSPORT_NAMES, _NO_TRANSPORT))
-            raise _bad(f"transport {settings.transport!r}", f"Choose one of {known}")
+        known = (AUTO, *TRANSPORT_NAMES, _NO_TRANSPORT)
+        if settings.transport not in known:
+            hint = f"Choose one of {', '.join(known)}"
+            raise _bad(f"transport {settings.transport!r}", hint)
+        if settings.transport == AUTO and settings.transport_options:
+            got = f"transport_options {settings.transport_options} with transport 'auto'"
+            raise _bad(got, "Set transport, since each transport has other options")
         if settings.listen in ("0.0.0.0", "::") and settings.advertise is None:  # noqa: S104
             raise _bad(
                 f"listen {settings.listen!r}", "Set advertise to a host name that peers can reach"
@@ -171,6 +179,16 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def own_tier(self) -> str | None:
         """The tier if it is local to this host, in memory or in a file; otherwise None."""
         return None if self.fleet_tier else self.tier
+
+    @property
+    def reachable(self) -> str:
+        """The host that the engine advertises to its peers."""
+        return self.advertise or self.listen
+
+    @property
+    def local(self) -> bool:
+        """Whether the engine can be reached from its own host only."""
+        return self.reachable.startswith(_LOOPBACK)
 
     @property
     def alone(self) -> bool:

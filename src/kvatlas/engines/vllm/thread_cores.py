@@ -63,7 +63,7 @@ class ReadingThreads:
         If `behind` is true, the transfer threads get a lower priority.
         """
         self._cores, self._behind = cores, behind
-        self._beside = (cores - _computing_cores(cores)) or cores
+        self._spare = (cores - _computing_cores(cores)) or cores
         self._computing = False
         self._threads: set[int] = set()
         self._lock = threading.Lock()
@@ -84,7 +84,7 @@ class ReadingThreads:
 
         If it is false, transfer threads may run on all cores of the engine.
         """
-        if computing == self._computing or self._cores == self._beside:
+        if computing == self._computing or self._cores == self._spare:
             return
         with self._lock:
             self._computing = computing
@@ -98,7 +98,7 @@ class ReadingThreads:
 
     @property
     def _now(self) -> set[int]:
-        return self._beside if self._computing else self._cores
+        return self._spare if self._computing else self._cores
 
 
 def _computing_cores(cores: set[int]) -> set[int]:

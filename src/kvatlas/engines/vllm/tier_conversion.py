@@ -25,14 +25,16 @@ def tier_converting(settings: ConnectorSettings, own_scales: Scales) -> Converti
     """Return how to convert the tier's blocks to this engine's dtype; None without `convert`."""
     if settings.convert is None:
         return None
-    return Converting(settings.convert, src_scales=settings.convert_scales, dst_scales=own_scales)
+    return Converting(
+        settings.convert, source_scales=settings.convert_scales, destination_scales=own_scales
+    )
 
 
 def searching(settings: ConnectorSettings) -> Converting | None:
     """Return the conversion for lookups, which need no scales; None without `convert`."""
     if settings.convert is None:
         return None
-    return Converting(settings.convert, src_scales=1.0, dst_scales=1.0)
+    return Converting(settings.convert, source_scales=1.0, destination_scales=1.0)
 
 
 def layer_scales(vllm_config: Any, stage: DescribedStage) -> dict[str, tuple[float, float]]:

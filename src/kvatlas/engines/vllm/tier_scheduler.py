@@ -15,7 +15,7 @@ from kvatlas.tier.chained_keys import BlockKeys, PrefixChain
 log = logging.getLogger("kvatlas.vllm")
 
 _FAILED = "FINISHED_ERROR"
-PATIENCE = 5.0
+LOOKUP_TIMEOUT = 5.0
 """Default seconds for which a request waits for its lookup."""
 _PAUSE = 5.0
 """Seconds without lookups after a timeout, so that not every request waits for a slow tier."""
@@ -25,9 +25,9 @@ class TierScheduler:
     """Decide which tokens are loaded from a tier and which are stored in it."""
 
     def __init__(
-        self, tier: PrefixTier, *, ahead: int, guesses: bool, patience: float = PATIENCE
+        self, tier: PrefixTier, *, ahead: int, guesses: bool, timeout: float = LOOKUP_TIMEOUT
     ) -> None:
-        self._tier, self._patience = tier, patience
+        self._tier, self._timeout = tier, timeout
         self.has_windows = tier.has_windows
         self._ahead = max(0, ahead)
         """Number of last tokens of a request whose drafter cache is speculative."""
@@ -51,7 +51,7 @@ class TierScheduler:
         if name not in self._found:
             self._outdated.discard(name)  # the request starts again
             now = time.monotonic()
-            self._wait_until[name] = now + self._patience
+            self._wait_until[name] = now + self._timeout
             self._found[name] = self._find(request) if now >= self._asked_from else None
         looked_up = self._found[name]
         if looked_up is None:

@@ -108,13 +108,13 @@ class WorkerSide:
                 check_identity=settings.check_identity,
             )
         self.endpoint = settings.advertised(self.node.endpoint)
-        self._beside = ThreadPoolExecutor(
+        self._background = ThreadPoolExecutor(
             _AT_ONCE, thread_name_prefix="kvatlas-vllm", initializer=self._reading.join
         )
         self._sessions = EngineSessions(
-            self.node, seconds=min(10.0, settings.pull_seconds), close=self._beside.submit
+            self.node, timeout=min(10.0, settings.pull_seconds), close=self._background.submit
         )
-        self._releases = LingeringReleases(self._release_beside, seconds=_LINGER_SECONDS)
+        self._releases = LingeringReleases(self._release_in_background, seconds=_LINGER_SECONDS)
         self._pulls: dict[str, _Pull] = {}
         self._offered: dict[str, str] = {}
         """Requests of this engine by the names of their offers."""
@@ -127,19 +127,19 @@ class WorkerSide:
 
         If `idle` is true, the engine computes no tokens, and transfers may use its cores.
         """
-        self.node.landing_threads = self.node.transport.copy_threads = 2 if idle else 1
+        self.node.scatter_threads = self.node.transport.copy_threads = 2 if idle else 1
         self._reading.make_room(computing=not idle)
         for offer in orders.offers:
             self._offer(offer)
         for remote in orders.let_go:
-            self._release_beside(remote)
+            self._release_in_background(remote)
         for name in orders.keep:
             self._releases.cancel(name)
         for remote in orders.release_soon:
             self._releases.add(remote)
         for order in orders.pulls:
             pull = self._pulls[order.request_id] = _Pull(order)
-            self._beside.submit(self._run, pull)
+            self._background.submit(self._run, pull)
         for request_id in orders.cancelled:
             if request_id in self._pulls:
                 self._pulls[request_id].cancel()
@@ -167,7 +167,7 @@ class WorkerSide:
         for pull in list(self._pulls.values()):
             pull.cancel()
         self._releases.flush()
-        self._beside.shutdown(wait=True)
+        self._background.shutdown(wait=True)
         self._reading.leave()
         self._sessions.close_all()
         self.node.close()
@@ -180,7 +180,7 @@ class WorkerSide:
         seconds = self._settings.lease_seconds
         try:
             self.node.offer(
-                order.name, tables, order.tokens, seconds=seconds, released=self._released
+                order.name, tables, order.tokens, timeout=seconds, released=self._released
             )
         except AtlasError as refusal:
             # A reader then recomputes or fails, depending on its kv_load_failure_policy.
@@ -227,10 +227,10 @@ class WorkerSide:
         transfer = pull.begin(
             lambda: session.pull(
                 order.remote.request,
-                dst_blocks=dict(enumerate(order.tables)),
+                destination_blocks=dict(enumerate(order.tables)),
                 tokens=(order.start, order.stop),
                 layers=layers,
-                seconds=settings.pull_seconds,
+                timeout=settings.pull_seconds,
                 how=settings.how,
                 checksums=settings.checksums,
                 final=order.final,
@@ -247,9 +247,9 @@ class WorkerSide:
                 log.error("transfer still in flight at the deadline request=%r", order.request_id)
         return True
 
-    def _release_beside(self, remote: RemoteRequest) -> None:
+    def _release_in_background(self, remote: RemoteRequest) -> None:
         with suppress(RuntimeError):  # the worker is closing: the offer expires
-            self._beside.submit(self._let_go, remote)
+            self._background.submit(self._let_go, remote)
 
     def _let_go(self, remote: RemoteRequest) -> None:
         try:

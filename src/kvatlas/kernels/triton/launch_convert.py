@@ -74,8 +74,8 @@ class BlockConversion:
         sources: Sequence[LayerCache],
         targets: Sequence[LayerCache],
         *,
-        src_scales: Sequence[TensorScales] = (),
-        dst_scales: Sequence[TensorScales] = (),
+        source_scales: Sequence[TensorScales] = (),
+        destination_scales: Sequence[TensorScales] = (),
     ) -> None:
         self.device = sources[0].buffer.device
         for layer in (*sources, *targets):
@@ -85,7 +85,7 @@ class BlockConversion:
         self.limits = tuple(
             min(layer.kernel_blocks.size("B") for layer in some) for some in (sources, targets)
         )
-        given = src_scales or [_ONE] * len(sources), dst_scales or [_ONE] * len(targets)
+        given = source_scales or [_ONE] * len(sources), destination_scales or [_ONE] * len(targets)
         alike: dict[FoldedConversion, list[_Part]] = {}
         for source, target, *scales in zip(sources, targets, *given, strict=True):
             for part in _parts(source, target, scales[0], scales[1]):
@@ -183,7 +183,10 @@ def fold_conversion(
 
 
 def _parts(
-    source: LayerCache, target: LayerCache, src: TensorScales, dst: TensorScales
+    source: LayerCache,
+    target: LayerCache,
+    source_scales: TensorScales,
+    destination_scales: TensorScales,
 ) -> list[_Part]:
     """Return the parts of a layer to convert: one for K and V if possible, else one per field."""
     held = [
@@ -207,7 +210,7 @@ def _parts(
                 ),
                 ends,
                 (source.page.field(name).dtype, target.page.field(name).dtype),
-                _scale(source, src, name) / _scale(target, dst, name),
+                _scale(source, source_scales, name) / _scale(target, destination_scales, name),
             )
         )
     return _both_sides(source, target, parts) or parts

@@ -33,13 +33,13 @@ from kvatlas.wire.unix_sockets import connect_to_path, unix_endpoint
 class Attachment:
     """A session with the server at a path, and this process's access to the tier's blocks."""
 
-    def __init__(self, path: Path, seconds: float, metrics: Metrics) -> None:
-        self.path, self._seconds = path, seconds
+    def __init__(self, path: Path, timeout: float, metrics: Metrics) -> None:
+        self.path, self._timeout = path, timeout
         self._open, self._doubtful = True, False
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + timeout
         with ExitStack() as on_failure:
             self._socket = _which(path)
-            self._anchor = Connection(_connected(path, seconds))
+            self._anchor = Connection(_connected(path, timeout))
             on_failure.callback(self._anchor.close)
             told = _greet(self._anchor, path, deadline)
             if _which(path) != self._socket:  # the server was replaced during the handshake
@@ -84,7 +84,7 @@ class Attachment:
         Raises an error if the reply does not arrive within the client's time limit.
         """
         question = kind(session=self._session, **about)
-        deadline = time.monotonic() + self._seconds
+        deadline = time.monotonic() + self._timeout
         try:
             return self._channels.ask(unix_endpoint(self.path), question, deadline=deadline)
         except AtlasError as refusal:
@@ -139,9 +139,9 @@ class ClientStorage(TierStorage):
             yield
 
 
-def _connected(path: Path, seconds: float) -> Any:
+def _connected(path: Path, timeout: float) -> Any:
     try:
-        return connect_to_path(path, seconds)
+        return connect_to_path(path, timeout)
     except TimeoutError:
         raise _slow(path) from None
     except OSError as problem:

@@ -1,7 +1,8 @@
 """`TierClient`: a tier that another process serves, with the same methods as `Tier`.
 
 An unreachable server counts as a miss: nothing matches, nothing is pinned, and storing raises
-`peer_lost`, all within `seconds`. Later calls connect to the next process that serves the tier.
+`peer_lost`, all within `timeout` seconds. Later calls connect to the next process that serves the
+tier.
 """
 
 from __future__ import annotations
@@ -55,18 +56,18 @@ class TierClient:
         self,
         path: str | Path,
         *,
-        seconds: float = 10.0,
-        patience: float = 0.0,
+        timeout: float = 10.0,
+        connect_timeout: float = 0.0,
         before: Callable[[], None] = lambda: None,
         closed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Connect to the server at a path. No call takes longer than `seconds`.
+        """Connect to the server at a path. No call takes longer than `timeout` seconds.
 
-        If there is no server, the client retries for `patience` seconds and calls `before` before
-        each attempt. `closed` is called when the client is closed.
+        If there is no server, the client retries for `connect_timeout` seconds and calls `before`
+        before each attempt. `closed` is called when the client is closed.
         """
         self.path = Path(path).absolute()
-        self.seconds, self.patience = duration(seconds), duration(patience)
+        self.timeout, self.connect_timeout = duration(timeout), duration(connect_timeout)
         self._before, self._on_close = before, closed
         self._lock = threading.Lock()
         self.closed, self._next_attempt = False, 0.0
@@ -309,9 +310,9 @@ class TierClient:
         return self._attach()
 
     def _attach(self) -> Attachment:
-        if not self._lock.acquire(timeout=self.seconds):
+        if not self._lock.acquire(timeout=self.timeout):
             problem = "Connecting to the tier's server took too long"
-            got = f"more than {self.seconds:g} seconds for socket {self.path}"
+            got = f"more than {self.timeout:g} seconds for socket {self.path}"
             hint = "Check whether the server process hangs"
             raise AtlasError(Code.DEADLINE, problem, got=got, hint=hint)
         try:
@@ -343,12 +344,12 @@ class TierClient:
         return self._attachment
 
     def _found(self) -> Attachment:
-        """Attach to a server. If there is none, try again for `patience` seconds."""
-        until = time.monotonic() + self.patience
+        """Attach to a server. If there is none, try again for `connect_timeout` seconds."""
+        until = time.monotonic() + self.connect_timeout
         while True:
             try:
                 self._before()
-                made = Attachment(self.path, self.seconds, self.metrics)
+                made = Attachment(self.path, self.timeout, self.metrics)
                 break
             except AtlasError as refusal:
                 if refusal.code is not Code.PEER_LOST or time.monotonic() > until:

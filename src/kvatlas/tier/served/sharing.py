@@ -37,7 +37,7 @@ _WATCH = 0.5
 
 
 def share_file(
-    path: str | Path, plan: Plan | None = None, *, durable: bool = True, seconds: float = 10.0
+    path: str | Path, plan: Plan | None = None, *, durable: bool = True, timeout: float = 10.0
 ) -> TierClient:
     """Open the tier in a file for any number of processes. With a plan, create a missing file.
 
@@ -54,16 +54,16 @@ def share_file(
     """
     path = Path(path).absolute()
     host = _Host(lambda: _serve_file(path, plan, durable=durable))
-    return _shared(socket_beside(path), host, seconds)
+    return _shared(socket_beside(path), host, timeout)
 
 
-def share_memory(at: str | Path, plan: Plan, *, seconds: float = 10.0) -> TierClient:
+def share_memory(at: str | Path, plan: Plan, *, timeout: float = 10.0) -> TierClient:
     """Open a tier in shared memory, served at the socket path `at`.
 
     Its content is lost when the process that serves it ends.
     """
     at = Path(at).absolute()
-    return _shared(at, _Host(lambda: _serve_memory(at, plan)), seconds)
+    return _shared(at, _Host(lambda: _serve_memory(at, plan)), timeout)
 
 
 class _Host:
@@ -90,19 +90,19 @@ class _Host:
             serving.close()
 
 
-def _shared(at: Path, host: _Host, seconds: float) -> TierClient:
+def _shared(at: Path, host: _Host, timeout: float) -> TierClient:
     """Return a client of the tier at a socket path, and serve the tier if no process does.
 
     The call waits for a server that another process may be starting.
     """
     try:
         about: dict[str, Any] = {"before": host.serve, "closed": host.close}
-        patience = max(seconds, _OPENING)
-        client = TierClient(at, seconds=seconds, patience=patience, **about)
+        connect_timeout = max(timeout, _OPENING)
+        client = TierClient(at, timeout=timeout, connect_timeout=connect_timeout, **about)
     except BaseException:
         host.close()
         raise
-    client.patience = _TAKE_OVER
+    client.connect_timeout = _TAKE_OVER
     threading.Thread(
         target=_watch, args=(weakref.ref(client),), name="kvatlas-tier-watch", daemon=True
     ).start()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 _USED = struct.Struct("<q")
 _OPENING = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_PATIENCE, _PAUSE = 10.0, 1e-3
+_LOCK_TIMEOUT, _PAUSE = 10.0, 1e-3
 """Seconds to wait for the lock, whose holder may be suspended, and seconds between attempts."""
 
 
@@ -56,18 +56,18 @@ class FolderLedger:
         self._path = path
 
     @contextmanager
-    def held(self, patience: float | None = None) -> Iterator[HeldLedger]:
-        """Lock the ledger during the context, after waiting up to `patience` seconds.
+    def held(self, timeout: float | None = None) -> Iterator[HeldLedger]:
+        """Lock the ledger during the context, after waiting up to `timeout` seconds.
 
         Raises `OSError` if the ledger cannot be opened or locked.
         """
-        patience = _PATIENCE if patience is None else patience
+        timeout = _LOCK_TIMEOUT if timeout is None else timeout
         while True:
             file = os.open(self._path, _OPENING, 0o600)
             try:
                 if not stat.S_ISREG(os.fstat(file).st_mode):
                     raise OSError(f"not a regular file: {self._path}")
-                _lock(file, patience)
+                _lock(file, timeout)
                 if self._is(file):
                     yield HeldLedger(file)
                     return
@@ -86,17 +86,17 @@ class FolderLedger:
 
         A process that waits for the lock then creates a new ledger.
         """
-        with suppress(OSError), self.held(patience=0.0):
+        with suppress(OSError), self.held(timeout=0.0):
             if not needed():
                 self._path.unlink()
 
 
-def _lock(file: int, patience: float) -> None:
-    """Lock an open file until it is closed. Raises `TimeoutError` after `patience` seconds.
+def _lock(file: int, timeout: float) -> None:
+    """Lock an open file until it is closed. Raises `TimeoutError` after `timeout` seconds.
 
     Other descriptors of the same file cannot lock it meanwhile, not even in this process.
     """
-    until = time.monotonic() + patience
+    until = time.monotonic() + timeout
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

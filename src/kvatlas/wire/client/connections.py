@@ -47,7 +47,7 @@ class PeerConnection:
     monitor: PeerMonitor
     """Detects the death of the peer while no transfer uses the connection."""
     stream: InitVar[MakeStream]
-    beside: ThreadPoolExecutor
+    background: ThreadPoolExecutor
     """Runs questions in the background during a transfer."""
     costs: Costs | None = None
     """The measured costs of the link."""
@@ -92,9 +92,9 @@ class Connections:
     """
 
     def __init__(
-        self, node: NodeState, beside: ThreadPoolExecutor, most_idle: int = sys.maxsize
+        self, node: NodeState, background: ThreadPoolExecutor, most_idle: int = sys.maxsize
     ) -> None:
-        self._node, self._beside, self._most_idle = node, beside, most_idle
+        self._node, self._background, self._most_idle = node, background, most_idle
         self._open: dict[str, PeerConnection] = {}
         """Those that were used last are at the end."""
         self._connecting: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
@@ -211,7 +211,9 @@ class Connections:
             link = node.transport.connect(*about, deadline=deadline)
         stream = partial(node.stream, peer, layers=None, incoming=True)
         monitor = node.channels.monitor(endpoint)
-        return PeerConnection(endpoint, peer, answer.session, link, monitor, stream, self._beside)
+        return PeerConnection(
+            endpoint, peer, answer.session, link, monitor, stream, self._background
+        )
 
     def _check_same_plan(self, endpoint: str, peer: Peer) -> None:
         """Raise an error if the peer's rank has changed, or its plan is not that of the session."""

@@ -133,8 +133,8 @@ class ExpectedRequests:
         self._lock = threading.Lock()
         self._waiting = threading.Semaphore(_MAX_WAITING)
         self._workers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvatlas-expected")
-        self._beside = ThreadPoolExecutor(2 * _AT_ONCE, thread_name_prefix="kvatlas-beside")
-        self._connections = Connections(node, self._beside, _MAX_IDLE)
+        self._background = ThreadPoolExecutor(2 * _AT_ONCE, thread_name_prefix="kvatlas-background")
+        self._connections = Connections(node, self._background, _MAX_IDLE)
         self._reader = RankReader(node, self._connections)
 
     # -- the node ---------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class ExpectedRequests:
             with suppress(AtlasError):
                 self.forget(request)
         self._workers.shutdown(wait=True)
-        self._beside.shutdown(wait=True)
+        self._background.shutdown(wait=True)
         self._connections.close()
 
     # -- what peers announce ------------------------------------------------------------------
@@ -282,7 +282,10 @@ class ExpectedRequests:
         """Return how many bytes all source ranks together must deliver for the request."""
         node, tokens = self._node, (expected.start, expected.stop)
         return node.route_from(peer).needed_bytes(
-            dst_rank=node.rank, tokens=tokens, layers=None, dst_blocks=expected.blocks
+            destination_rank=node.rank,
+            tokens=tokens,
+            layers=None,
+            destination_blocks=expected.blocks,
         )
 
     def _replace_older(self, expected: Expected, one: Announcement) -> None:

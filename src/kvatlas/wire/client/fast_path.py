@@ -65,7 +65,7 @@ class LaunchedPull:
         return self.read.prepared.total
 
     def finish(
-        self, node: NodeState, wanted: TransferRequest, transfer: Transfer, patience: float
+        self, node: NodeState, wanted: TransferRequest, transfer: Transfer, timeout: float
     ) -> bool:
         """Wait for the read, and check that the source held its blocks; raise if the read failed.
 
@@ -87,7 +87,7 @@ class LaunchedPull:
             transfer.add(self.connection.peer.rank, nbytes)
         else:
             self._untidy = False
-            lease = RankLease(node, self.connection, wanted, transfer, patience, seen=read.seen)
+            lease = RankLease(node, self.connection, wanted, transfer, timeout, seen=read.seen)
             with self.connections.using(self.connection), RankReads(lease) as reads:
                 reads.use_blocks()
                 reads.finish(read.handle, "blocks", renewing=False)
@@ -126,7 +126,7 @@ class LaunchedPull:
         return seen.confirmed
 
     def tidy_up(
-        self, node: NodeState, wanted: TransferRequest, transfer: Transfer, patience: float
+        self, node: NodeState, wanted: TransferRequest, transfer: Transfer, timeout: float
     ) -> RankLease | None:
         """Release the handle and the connection of a finished read, if that was deferred.
 
@@ -144,7 +144,7 @@ class LaunchedPull:
             self.connection.shapes.count(self.read.key, transfer.total)
         shape = self.read.prepared.shape
         node.metrics.add(bytes=shape.nbytes, descriptors=shape.runs)
-        return RankLease(node, self.connection, wanted, transfer, patience, seen=self.read.seen)
+        return RankLease(node, self.connection, wanted, transfer, timeout, seen=self.read.seen)
 
     def abandon(self) -> None:
         """Wait until an invalid read can no longer write to memory."""

@@ -50,11 +50,11 @@ class FilledBlocks:
         if entries is not None:
             return self._claim(request, tables, entries)
         filled = incoming.filled_blocks(
-            dst_rank=self._rank, dst_blocks=blocks, tokens=tokens, layers=layers
+            destination_rank=self._rank, destination_blocks=blocks, tokens=tokens, layers=layers
         )
         entries = {}
         for group, own in filled.items():
-            pool = incoming.dst.groups[group].pool
+            pool = incoming.destination.groups[group].pool
             entries.setdefault(pool, []).append((group, _as_slice(own)))
         if layers is None:
             with self._lock:

@@ -40,8 +40,8 @@ class _FollowUp:
 class FollowUps:
     """Launched pulls whose cleanup is still to be done. Any thread may add one."""
 
-    def __init__(self, workers: Executor, beside: Executor) -> None:
-        self._workers, self._beside = workers, beside
+    def __init__(self, workers: Executor, background: Executor) -> None:
+        self._workers, self._background = workers, background
         self._kept: list[_FollowUp] = []
         self._lock = threading.Lock()
         self._looking = self._closing = False
@@ -54,7 +54,7 @@ class FollowUps:
             self._kept.append(_FollowUp(part, then))
             start, self._looking = not self._looking, True
         if start:
-            _hand_on(self._beside, self._look)
+            _hand_on(self._background, self._look)
 
     def close(self) -> None:
         """Finish all pulls before the worker threads end. Nothing can be added after this."""
@@ -78,7 +78,7 @@ class FollowUps:
             if over and (self._closing or time.monotonic() - over[0].since > _TOGETHER):
                 with self._lock:
                     self._rows += 1
-                _hand_on(self._beside, self._do_all, over)
+                _hand_on(self._background, self._do_all, over)
                 over = []
 
     def _is_over(self, one: _FollowUp) -> bool:
@@ -109,7 +109,7 @@ class FollowUps:
                 _carefully(one.then)
                 if time.monotonic() - begun > _SLOW:
                     for other in over[place + 1 :]:
-                        _hand_on(self._beside, _carefully, other.then)
+                        _hand_on(self._background, _carefully, other.then)
                     return
         finally:
             with self._lock:

@@ -78,9 +78,9 @@ class StartedRead(NamedTuple):
 
         The check runs during the read. That is safe: even an unsound read accesses only the pools.
         """
-        (src, dst), shape = self.tables, self.prepared.shape
-        distinct = shape.src.distinct(src) and shape.dst.distinct(dst)
-        return self.seen.genuine and shape.src.in_range(src) and distinct
+        (source, destination), shape = self.tables, self.prepared.shape
+        distinct = shape.source.distinct(source) and shape.destination.distinct(destination)
+        return self.seen.genuine and shape.source.in_range(source) and distinct
 
 
 class PreparedShapes:
@@ -134,7 +134,7 @@ class PreparedShapes:
         prepared = self._kept.get(key)
         if prepared is None:
             prepared = self._foreseen(key, theirs, mine)
-        elif not prepared.shape.dst.in_range(mine):
+        elif not prepared.shape.destination.in_range(mine):
             return None
         if prepared is None:
             return None

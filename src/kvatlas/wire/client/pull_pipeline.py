@@ -24,7 +24,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from kvatlas.copying.read_coalescing import LandingBatch, landing_batches
+from kvatlas.copying.read_coalescing import CoalescedBatch, coalesced_batches
 from kvatlas.copying.stream_pieces import DESTINATION, AnyStream, StreamPiece, piece_spans
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import ConvertedStream, Copy, Stream
@@ -72,7 +72,12 @@ class PullPipeline:
     """
 
     def __init__(
-        self, reads: RankReads, stream: AnyStream, way: Way, behind: int | None, arrived: Arrived
+        self,
+        reads: RankReads,
+        stream: AnyStream,
+        way: Way,
+        after_event: int | None,
+        arrived: Arrived,
     ) -> None:
         self._reads, self._stream, self._arrived = reads, stream, arrived
         self._lease, self._node, self._transfer = reads.lease, reads.node, reads.transfer
@@ -87,7 +92,7 @@ class PullPipeline:
         """Workers that read or place a piece, and so use blocks and buffers."""
         self._over = False
         self._failure: BaseException | None = None
-        self._plan = self._planned(way, behind)
+        self._plan = self._planned(way, after_event)
 
     def run(self) -> None:
         """Move the stream, or raise an error once no worker uses blocks or buffers."""
@@ -95,7 +100,7 @@ class PullPipeline:
         # all the same, so it only waits then.
         others = range(0 if self._gathers else 1, self._plan.workers)
         for nth in others:
-            self._lease.connection.beside.submit(self._work, nth)
+            self._lease.connection.background.submit(self._work, nth)
         if not self._gathers:
             self._work(0)
         self._wait_for_workers()
@@ -119,8 +124,8 @@ class PullPipeline:
             self._end(failure)
 
     def _is_needed(self, nth: int) -> bool:
-        """Whether worker `nth` may take a piece. `landing_threads` may shrink during a transfer."""
-        return not nth or self._gathers or nth < self._node.landing_threads
+        """Whether worker `nth` may take a piece. `scatter_threads` may shrink during a transfer."""
+        return not nth or self._gathers or nth < self._node.scatter_threads
 
     def _take(self, nth: int) -> tuple[PullPiece, Sequence[Copy]] | None:
         """Return (piece, copies): the next piece and the runs to read; None if no piece is left."""
@@ -169,7 +174,7 @@ class PullPipeline:
 
     # -- pieces -----------------------------------------------------------------------------
 
-    def _planned(self, way: Way, behind: int | None) -> _Plan:
+    def _planned(self, way: Way, after_event: int | None) -> _Plan:
         """Return the pieces of the stream, after acquiring the buffers that they need."""
         reads, stream = self._reads, self._stream
         if way == "staged":
@@ -177,7 +182,7 @@ class PullPipeline:
                 raise self._no_buffers()
             workers = min(len(reads.buffers), len(self._lease.lent))
             return _Plan("staged", self._staged(), reads.read_lent, workers)
-        at_once = partial(reads.read_at_once, after=behind)
+        at_once = partial(reads.read_at_once, after=after_event)
         if isinstance(stream, ConvertedStream):
             return _Plan("converted", self._at_once(), at_once)
         if self._lease.connection.link.adds and way == "direct":
@@ -218,20 +223,20 @@ class PullPipeline:
         self._reads.count(stream.runs_apart)
         # Without the bytes between the runs, if the peer does not serve them.
         exact = source_ranges(stream) if self._lease.connection.link.exact else None
-        for batch in landing_batches(stream.grids(), self._node.staging.piece):
+        for batch in coalesced_batches(stream.grids(), self._node.staging.piece):
             yield PullPiece(partial(self._joined, batch, exact), partial(self._spread, batch))
 
     def _joined(
-        self, batch: LandingBatch, exact: dict[int, ByteRanges] | None, nth: int
+        self, batch: CoalescedBatch, exact: dict[int, ByteRanges] | None, nth: int
     ) -> list[Copy]:
         """Return the runs to read from the source's pool into a worker's staging buffer.
 
         Adjacent runs are joined. If `exact` is given, bytes outside of these ranges are not read.
         """
         read = batch.read(self._reads.buffers[nth] * self._node.staging.piece)
-        return [read if exact is None else exact[read.src_pool].clip(read)]
+        return [read if exact is None else exact[read.source_pool].clip(read)]
 
-    def _spread(self, batch: LandingBatch, nth: int) -> int:
+    def _spread(self, batch: CoalescedBatch, nth: int) -> int:
         """Scatter a batch from a worker's buffer into the blocks. Return its number of bytes."""
         staging = self._node.staging
         here = staging.view(self._reads.buffers[nth], staging.piece)

@@ -46,7 +46,7 @@ class OfferedPush:
         self,
         blocks: Any,
         readers: Sequence[Peer],
-        seconds: float,
+        timeout: float,
         identity: CacheIdentity | None,
     ) -> None:
         """Offer the blocks to the nodes of the destination."""
@@ -57,7 +57,7 @@ class OfferedPush:
             raise AtlasError(Code.UNLIKE_VERSIONS, problem, got=got, hint=hint)
         names = {peer.name for peer in readers}
         self._node.offer(
-            self._offer, blocks, self._tokens, seconds=seconds, readers=names, identity=identity
+            self._offer, blocks, self._tokens, timeout=timeout, readers=names, identity=identity
         )
 
     def withdraw(self) -> None:

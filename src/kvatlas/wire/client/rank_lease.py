@@ -35,6 +35,8 @@ A = TypeVar("A", bound=protocol.Message)
 _NOT_NEEDED = 0xFFFFFFFF
 """The block id that stands for "no block" in a block table on the wire."""
 
+_SEEN_SECONDS = 5.0
+"""Seconds after which a transfer of an offer from the board asks for a lease, to delay its end."""
 _QUIET_SECONDS = 1.0
 """Seconds without a request after which a transfer with buffers of the peer renews its lease."""
 
@@ -46,15 +48,15 @@ class RankLease:
     The board is shared memory in which a peer on this host posts its offers. Reading the blocks of
     such an offer needs no lease.
 
-    The peer has `patience` seconds to answer a question. If `others` is true, there are replicas to
-    fall back to, and each batch of bytes must also arrive within `patience` seconds.
+    The peer has `timeout` seconds to answer a question. If `others` is true, there are replicas to
+    fall back to, and each batch of bytes must also arrive within `timeout` seconds.
     """
 
     node: NodeState
     connection: PeerConnection
     wanted: TransferRequest
     transfer: Transfer
-    patience: float
+    timeout: float
     others: bool = False
     seen: SeenOffer | None = None
     """The offer, if it was found on the peer's board. There is no lease then."""
@@ -79,7 +81,7 @@ class RankLease:
     def _ask(
         self, question: protocol.Message, kind: type[A], check: Callable[[], None] | None = None
     ) -> A:
-        deadline = min(self.deadline, time.monotonic() + self.patience)
+        deadline = min(self.deadline, time.monotonic() + self.timeout)
         endpoint, ask = self.connection.endpoint, self.node.channels.ask
         answer = ask(endpoint, question, deadline=deadline, check=check)
         if not isinstance(answer, kind):
@@ -189,8 +191,12 @@ class RankLease:
 
     def renew_in_time(self) -> None:
         """Renew the lease if half of its time has passed, or if the peer may consider it idle."""
-        now = time.monotonic()
-        if now >= self._renew_at or (self.lent and now > self._asked_at + _QUIET_SECONDS):
+        now, seen = time.monotonic(), self.seen
+        if seen is not None:
+            if now > self._asked_at + _SEEN_SECONDS:
+                self.ask_after_all()
+                self._confirm(seen)  # it was held until after the lease began
+        elif now >= self._renew_at or (self.lent and now > self._asked_at + _QUIET_SECONDS):
             self.renew()
 
     def renew(self) -> None:
@@ -218,7 +224,7 @@ class RankLease:
         while True:
             self.check_going_on()
             self.renew_in_time()
-            seconds = min(self.patience / 2, self.seconds_left())
+            seconds = min(self.timeout / 2, self.seconds_left())
             about = {"layer": layer, "seconds": seconds}
             said = self.ask_of_lease(protocol.AwaitLayer, protocol.LayerWritten, **about)
             if said.written:
@@ -228,7 +234,7 @@ class RankLease:
         """Borrow staging buffers of the peer, and check that they are inside its staging memory."""
         while len(self.lent) < count and time.monotonic() < until:
             self.transfer.check_cancelled()
-            seconds = min(self.patience / 2, self.seconds_left(until))
+            seconds = min(self.timeout / 2, self.seconds_left(until))
             answer = self.ask_of_lease(
                 protocol.Borrow, protocol.Lent, buffers=count, seconds=seconds
             )
@@ -251,7 +257,7 @@ class RankLease:
                 return
 
     def _staging_bytes(self) -> int:
-        staging = self.lent_link.theirs.get(STAGING)
+        staging = self.lent_link.peer_memory.get(STAGING)
         return 0 if staging is None else staging.nbytes
 
     def close(self, *, complete: bool) -> None:
@@ -264,7 +270,7 @@ class RankLease:
                     self.ask_of_lease(protocol.Close, Ok, complete=True)
         elif self.seen is None:
             # In the background, because the peer may not answer. The lease then expires.
-            self.connection.beside.submit(self._abandon)
+            self.connection.background.submit(self._abandon)
 
     def _confirm(self, seen: SeenOffer) -> None:
         """Raise an error unless the source has held the blocks until now."""
@@ -272,7 +278,7 @@ class RankLease:
             raise peer_lost("an exiting process") if seen.held else lease_expired()
 
     def _abandon(self) -> None:
-        deadline = time.monotonic() + min(1.0, self.patience)
+        deadline = time.monotonic() + min(1.0, self.timeout)
         session, lease = self.connection.session, self.opened.lease
         question = protocol.Close(session=session, lease=lease, complete=False)
         with suppress(AtlasError):
@@ -290,7 +296,7 @@ class RankLease:
             session=self.connection.session, request=wanted.request, read=True,
             posting=seen.posting,
         )  # fmt: skip
-        deadline = time.monotonic() + self.patience
+        deadline = time.monotonic() + self.timeout
         try:
             self.node.channels.ask(self.connection.endpoint, told, deadline=deadline)
         except AtlasError as refused:  # the offer then ends when it expires

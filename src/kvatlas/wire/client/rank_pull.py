@@ -84,19 +84,19 @@ class RankPull:
         if self.wanted.streamed and lease.reaches_pools() and plain:
             self._read_layers()
             return
-        opened, behind = lease.opened, self._behind()
+        opened, after_event = lease.opened, self._last_event()
         way = choose_way(self.reads, stream)
         if lease.opened is not opened:  # leased after all, maybe from a newer offer
-            behind = self._behind()
-        self._pull(stream, way, behind)
+            after_event = self._last_event()
+        self._pull(stream, way, after_event)
         at_once = way == "direct" and lease.connection.link.adds
         if at_once and lease.seen is not None and isinstance(stream, Stream):
             self._read_whole = stream
 
-    def _pull(self, stream: AnyStream, way: Way, behind: int | None) -> None:
-        PullPipeline(self.reads, stream, way, behind, self._note_converted).run()
+    def _pull(self, stream: AnyStream, way: Way, after_event: int | None) -> None:
+        PullPipeline(self.reads, stream, way, after_event, self._note_converted).run()
 
-    def _behind(self) -> int | None:
+    def _last_event(self) -> int | None:
         """Wait until the source has queued the kernels of all layers. Return its last GPU event."""
         lease = self.lease
         if not lease.opened.layered:
@@ -119,7 +119,7 @@ class RankPull:
     def _bound_layers(self) -> Iterator[tuple[str, AnyStream]]:
         """Yield each layer's name and stream. The next stream is computed in the background."""
         names = self._streamed_layers()
-        bind = self.lease.connection.beside.submit
+        bind = self.lease.connection.background.submit
         coming = [bind(self._layer_stream, name) for name in names[:1]]
         for name, later in zip_longest(names, names[1:]):
             coming += [bind(self._layer_stream, later)] if later else []
@@ -191,7 +191,7 @@ class RankPull:
             ours = self._received[start, stop]
         else:
             part = stream.copies(start, stop)
-            ours = stream_sums(self.node.mover, part, piece, key, src=False)
+            ours = stream_sums(self.node.mover, part, piece, key, source=False)
         if len(theirs) != len(ours):
             got = f"{len(theirs):,} bytes of checksums, expected {len(ours):,}"
             raise protocol.bad_handshake(got)
@@ -240,11 +240,11 @@ class RankReader:
             endpoint = left.popleft()
             # A replica that never answers leaves time for the others.
             remaining = transfer.deadline - time.monotonic()
-            patience = min(ANSWER_SECONDS, remaining / (len(left) + 1))
+            timeout = min(ANSWER_SECONDS, remaining / (len(left) + 1))
             try:
                 transfer.check_cancelled()
-                with self._connections.use(endpoint, time.monotonic() + patience) as connection:
-                    part = (self._node, connection, wanted, transfer, patience)
+                with self._connections.use(endpoint, time.monotonic() + timeout) as connection:
+                    part = (self._node, connection, wanted, transfer, timeout)
                     pull = RankPull(RankLease(*part, others=bool(left)))
                     pull.run()
                 return pull

@@ -75,7 +75,7 @@ class RankReads:
         """
         staging, lease = self.node.staging, self.lease
         most = min(BUFFERS, staging.most())
-        count = most if both else min(most, max(1, self.node.landing_threads))
+        count = most if both else min(most, max(1, self.node.scatter_threads))
         while count and not self.buffers and time.monotonic() < until:
             self.transfer.check_cancelled()
             self.buffers = staging.acquire(count, min(0.1, lease.seconds_left(until)))
@@ -136,7 +136,7 @@ class RankReads:
 
         deadline = lease.deadline
         if lease.others:
-            deadline = min(deadline, time.monotonic() + lease.patience)
+            deadline = min(deadline, time.monotonic() + lease.timeout)
         tried_again = lease.others
         try:
             _ = self.transfer.total  # computed during the read, if it is not known yet
@@ -161,9 +161,9 @@ class RankReads:
         """Tear down the link of a stalled read before another read fills the same blocks."""
         connection = self.lease.connection
         connection.link.sever()
-        patience = time.monotonic() + _SEVERED
+        severed_by = time.monotonic() + _SEVERED
         while not all(handle.settle() for handle in self._given_up["blocks"]):
-            if time.monotonic() > patience:
+            if time.monotonic() > severed_by:
                 problem = "A stalled read may still write to the blocks after its link was closed"
                 got = f"a read from {connection.endpoint}"
                 hint = "Retry the transfer with other blocks"

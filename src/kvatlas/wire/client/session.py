@@ -49,24 +49,24 @@ class Session:
     """A node's connections to the ranks of one plan. Several endpoints of one rank are replicas."""
 
     def __init__(
-        self, node: OfferingNode, endpoints: Sequence[str], *, seconds: float = 10.0
+        self, node: OfferingNode, endpoints: Sequence[str], *, timeout: float = 10.0
     ) -> None:
         node.process.check()
         self._process = OwningProcess("session")
-        self.node, endpoints, patience = node, text_list(endpoints, "endpoints"), duration(seconds)
+        self.node, endpoints, timeout = node, text_list(endpoints, "endpoints"), duration(timeout)
         self._replicas: dict[int, list[str]] = {}
         self._lock = threading.RLock()
         self._workers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvatlas-transfer")
-        self._beside = ThreadPoolExecutor(2 * _AT_ONCE, thread_name_prefix="kvatlas-beside")
-        self._connections = Connections(node, self._beside)
+        self._background = ThreadPoolExecutor(2 * _AT_ONCE, thread_name_prefix="kvatlas-background")
+        self._connections = Connections(node, self._background)
         self._reader = RankReader(node, self._connections)
-        self._follow_ups = FollowUps(self._workers, self._beside)
+        self._follow_ups = FollowUps(self._workers, self._background)
         self._running: WeakSet[Transfer] = WeakSet()
         self._filled = FilledBlocks(node.ledger, node.rank)
         self._closed = False
         try:
             for endpoint in endpoints:
-                with self._connections.use(endpoint, time.monotonic() + patience) as connection:
+                with self._connections.use(endpoint, time.monotonic() + timeout) as connection:
                     self._connections.known[endpoint] = connection.peer
                     self._replicas.setdefault(connection.peer.rank, []).append(endpoint)
         except BaseException:
@@ -93,11 +93,11 @@ class Session:
         self,
         request: str,
         *,
-        dst_blocks: Any,
+        destination_blocks: Any,
         tokens: Any,
-        src_blocks: Any = None,
+        source_blocks: Any = None,
         layers: Iterable[str] | None = None,
-        seconds: float = 30.0,
+        timeout: float = 30.0,
         how: How = "auto",
         costs: Costs | None = None,
         checksums: bool = False,
@@ -109,10 +109,11 @@ class Session:
     ) -> Transfer:
         """Read a request's tokens from its source ranks into blocks of this node.
 
-        `src_blocks` may be omitted: the source's offer contains them. `layers` are the names of the
-        layers to read; None for all. The pull fails after `seconds`. `how` selects the way to move
-        the bytes (see `How`), and `costs` replaces the measured costs for `auto`. If `checksums` is
-        true, the bytes at both ends are compared by checksums before the pull is ready.
+        `source_blocks` may be omitted: the source's offer contains them. `layers` are the names of
+        the layers to read; None for all. The pull fails after `timeout` seconds. `how` selects the
+        way to move the bytes (see `How`), and `costs` replaces the measured costs for `auto`. If
+        `checksums` is true, the bytes at both ends are compared by checksums before the pull is
+        ready.
 
         If `streamed` is true, layers arrive one by one: `Transfer.layers` lists the layers that
         have arrived, and `wait_layers` waits for some. The last `recompute` tokens are not
@@ -127,33 +128,37 @@ class Session:
         blocks of a failed pull stay in use until the transfer is `released`.
         """
         check_request_name(request)
-        seconds, wait_for_offer = duration(seconds), duration(wait_for_offer)
+        timeout, wait_for_offer = duration(timeout), duration(wait_for_offer)
         layers = None if layers is None else tuple(layers)
         if recompute:
             start, stop = token_range(tokens, self.node.plan.max_len)
             tokens = (start, max(start, stop - natural(recompute, "recompute")))
         launched: dict[int, LaunchedPull] = {}
         incoming = self.node.route_from(self._any_peer())
-        tables = plain_tables(dst_blocks)
+        tables = plain_tables(destination_blocks)
         span = token_range(tokens, self.node.plan.max_len)
-        claim = self._filled.claim(incoming, request, dst_blocks, tables, span, layers)
+        claim = self._filled.claim(incoming, request, destination_blocks, tables, span, layers)
         try:
-            plain = src_blocks is None and layers is None and how in ("auto", "direct")
+            plain = source_blocks is None and layers is None and how in ("auto", "direct")
             if plain and not checksums and not streamed and identity is None:
                 self._launch(launched, request, tokens, tables)
-            dst_blocks = table_arrays(dst_blocks, "destination")
+            destination_blocks = table_arrays(destination_blocks, "destination")
             ranks = incoming.sources(self.node.rank)
             all_launched = bool(ranks) and len(launched) == len(ranks)
             wanted = TransferRequest(
-                request, dst_blocks, src_blocks, tokens, layers, seconds, how, costs,
+                request, destination_blocks, source_blocks, tokens, layers, timeout, how, costs,
                 checksums=checksums, streamed=streamed, final=final,
                 wait_for_offer=wait_for_offer, mark=None if all_launched else self.node.mark(),
                 identity=identity,
             )  # fmt: skip
             needed: Needed = launched[ranks[0]].total if all_launched else None
             if needed is None:
-                about = {"tokens": tokens, "layers": layers, "dst_blocks": dst_blocks}
-                needed = partial(incoming.needed_bytes, dst_rank=self.node.rank, **about)
+                about = {
+                    "tokens": tokens,
+                    "layers": layers,
+                    "destination_blocks": destination_blocks,
+                }
+                needed = partial(incoming.needed_bytes, destination_rank=self.node.rank, **about)
             brings = incoming.layers if layers is None else layers
             return self._start(wanted, ranks, needed, brings, claim, launched)
         except BaseException:
@@ -162,7 +167,7 @@ class Session:
             claim.release()
             raise
 
-    def release(self, request: str, *, seconds: float = ANSWER_SECONDS) -> Transfer:
+    def release(self, request: str, *, timeout: float = ANSWER_SECONDS) -> Transfer:
         """Notify all ranks of the session that this node has finished reading a request.
 
         A rank ends its offer once every destination rank that reads from it has read or released
@@ -174,15 +179,15 @@ class Session:
         self._process.check()  # before the lock, which a thread of the parent may hold
         with self._lock:
             self._any_peer()
-            return self._tell(request, list(self._replicas), duration(seconds))
+            return self._tell(request, list(self._replicas), duration(timeout))
 
     def push(
         self,
         request: str,
         *,
-        src_blocks: Any,
+        source_blocks: Any,
         tokens: Any,
-        seconds: float = 30.0,
+        timeout: float = 30.0,
         how: How = "auto",
         checksums: bool = False,
         identity: CacheIdentity | None = None,
@@ -191,8 +196,8 @@ class Session:
 
         The destination must expect the request from this node, with the same tokens. This node
         offers the blocks to the destination and asks it to pull them. The push fails after
-        `seconds`. `how` selects the way to move the bytes (see `How`). If `checksums` is true, each
-        destination rank compares checksums of its part with this node.
+        `timeout` seconds. `how` selects the way to move the bytes (see `How`). If `checksums` is
+        true, each destination rank compares checksums of its part with this node.
 
         The transfer is ready once every destination rank has read its part. The blocks must not
         change until the transfer is `released`. Raises `blocks_in_use` if a pull is filling one of
@@ -200,16 +205,16 @@ class Session:
         """
         check_request_name(request)
         check_how(how)
-        seconds, node = duration(seconds), self.node
+        timeout, node = duration(timeout), self.node
         ranks = node.readers(self._any_peer())
         self._check_connected(ranks)
         start, stop = token_range(tokens, node.plan.max_len)
-        transfer = Transfer(request, ranks, None, seconds)
+        transfer = Transfer(request, ranks, None, timeout)
         if not ranks:
             return transfer
         push = OfferedPush(node, self._connections, transfer, (start, stop), how, checksums)
         readers = [self._connections.known[one] for rank in ranks for one in self._replicas[rank]]
-        push.offer(src_blocks, readers, seconds, identity)
+        push.offer(source_blocks, readers, timeout, identity)
         try:
             with self._lock:
                 self._any_peer()
@@ -239,7 +244,7 @@ class Session:
         self._workers.shutdown(wait=True)
         for transfer in running:
             transfer.join()
-        self._beside.shutdown(wait=True)
+        self._background.shutdown(wait=True)
         self._connections.close()
 
     def __enter__(self) -> Session:
@@ -303,7 +308,7 @@ class Session:
         self._check_connected(ranks)
         quick = bool(ranks) and all(map(self._sees_offers, ranks))
         total = needed() if callable(needed) and not quick else needed
-        transfer = Transfer(wanted.request, ranks, total, wanted.seconds, brings, claim)
+        transfer = Transfer(wanted.request, ranks, total, wanted.timeout, brings, claim)
         with self._lock:
             self._any_peer()
             self._running.add(transfer)
@@ -324,14 +329,14 @@ class Session:
         found = map(self._connections.find, self._replicas[rank])
         return all(one is not None and one.link.board is not None for one in found)
 
-    def _tell(self, request: str, ranks: Sequence[int], seconds: float) -> Transfer:
+    def _tell(self, request: str, ranks: Sequence[int], timeout: float) -> Transfer:
         """Notify all replicas of the given ranks that this node has finished reading a request."""
-        transfer = Transfer(request, ranks, 0, seconds)
+        transfer = Transfer(request, ranks, 0, timeout)
         with self._lock:
             self._running.add(transfer)
         for rank in ranks:
             try:
-                self._beside.submit(self._tell_rank, transfer, rank)
+                self._background.submit(self._tell_rank, transfer, rank)
             except RuntimeError:  # the session is being closed, and waits for this thread
                 self._tell_rank(transfer, rank)
         return transfer
@@ -387,7 +392,7 @@ class Session:
         if transfer.run_rank(rank, read, partial(self.node.metrics.ended, "pull")):
             for pull in pulls:  # after a read that was launched, `_after_launched` does this
                 if pull.lease.seen is not None:
-                    self._beside.submit(pull.follow_up)
+                    self._background.submit(pull.follow_up)
                 self._tell_unread(transfer, wanted)
 
     def _after_launched(

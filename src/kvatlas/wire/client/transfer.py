@@ -51,7 +51,7 @@ class Transfer:
     `released`. A failed transfer is released only when the transport is known to have stopped using
     its blocks.
 
-    >>> transfer = Transfer("request 17", ranks=(0, 1), total=8192, seconds=30)
+    >>> transfer = Transfer("request 17", ranks=(0, 1), total=8192, timeout=30)
     >>> transfer.add(0, 4096)
     >>> transfer.finished(0)
     >>> print(repr(transfer).partition(" after ")[0])
@@ -63,7 +63,7 @@ class Transfer:
         request: str,
         ranks: Sequence[int],
         total: int | Callable[[], int] | None,
-        seconds: float,
+        timeout: float,
         layers: Collection[str] | None = None,
         claim: BlockClaim | None = None,
     ) -> None:
@@ -89,7 +89,7 @@ class Transfer:
         self._cancel = threading.Event()
         self.error: AtlasError | None = None
         self.begun = time.monotonic()
-        self.deadline = self.begun + seconds
+        self.deadline = self.begun + timeout
         self.seconds = 0.0
         if not self._waiting:
             self._end()
@@ -148,14 +148,14 @@ class Transfer:
         self._cancel.set()
         self._fail(self._cancellation())
 
-    def wait(self, seconds: float | None = None) -> Transfer:
-        """Wait for the end. Raise the transfer's error, or `deadline` after `seconds`."""
+    def wait(self, timeout: float | None = None) -> Transfer:
+        """Wait for the end. Raise the transfer's error, or `deadline` after `timeout` seconds."""
         left = self.deadline - time.monotonic()
-        if seconds is None or seconds >= left:
+        if timeout is None or timeout >= left:
             self._help()
             left = self.deadline - time.monotonic()
         if not self._over.is_set():
-            self._over.wait(max(0.0, left if seconds is None else min(seconds, left)))
+            self._over.wait(max(0.0, left if timeout is None else min(timeout, left)))
         if not self.done:
             problem = f"The transfer is still running after {time.monotonic() - self.begun:.1f} s"
             raise AtlasError(Code.DEADLINE, problem, got=self, hint="Wait longer, or cancel it")
@@ -163,20 +163,20 @@ class Transfer:
             raise self.error
         return self
 
-    def wait_layers(self, names: Iterable[str], seconds: float | None = None) -> Transfer:
+    def wait_layers(self, names: Iterable[str], timeout: float | None = None) -> Transfer:
         """Wait until the given layers have arrived, so that a forward pass can start with them.
 
         In a streamed transfer, layers arrive in the order in which they are computed. Otherwise all
-        layers arrive together at the end. Raises the transfer's error, `deadline` after `seconds`,
+        layers arrive together at the end. Raises the transfer's error, `deadline` after `timeout`,
         or `unknown_layer` for a layer that the transfer does not deliver.
 
-        >>> transfer = Transfer("request 17", ranks=(0,), total=8192, seconds=30)
+        >>> transfer = Transfer("request 17", ranks=(0,), total=8192, timeout=30)
         >>> transfer.add_layer(0, "layers.0.attn")
         >>> transfer.wait_layers(["layers.0.attn"]).ready
         False
         """
         wanted, begun = set(names), time.monotonic()
-        until = self.deadline if seconds is None else begun + seconds
+        until = self.deadline if timeout is None else begun + timeout
         others = set() if self._brings is None else wanted.difference(self._brings)
         if others:
             problem, got = (
@@ -205,12 +205,12 @@ class Transfer:
         for part in self._parts:
             part()
 
-    def wait_released(self, seconds: float | None = None) -> bool:
-        """Wait until the blocks may be reused. Return False if that takes longer than `seconds`."""
+    def wait_released(self, timeout: float | None = None) -> bool:
+        """Wait until the blocks may be reused. Return False if that takes longer than `timeout`."""
         begun = time.monotonic()
         with suppress(AtlasError):
-            self.wait(seconds)
-        left = None if seconds is None else max(0.0, begun + seconds - time.monotonic())
+            self.wait(timeout)
+        left = None if timeout is None else max(0.0, begun + timeout - time.monotonic())
         return self._released.wait(left)
 
     # -- for the threads that carry it out --------------------------------------------------

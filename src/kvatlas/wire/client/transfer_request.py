@@ -25,7 +25,7 @@ class TransferRequest:
     peer_blocks: Any
     tokens: Any
     layers: Collection[str] | None
-    seconds: float
+    timeout: float
     how: How
     costs: Costs | None
     checksums: bool

@@ -158,7 +158,7 @@ class Answers:
         read = False
         if question.read and posting is not None and node.shares_pools:
             # The peer can read a whole offer that it found on the board, without a lease.
-            read = node.route_to(peer).by_element(src_rank=node.rank, dst_rank=peer.rank)
+            read = node.route_to(peer).by_element(source_rank=node.rank, destination_rank=peer.rank)
         with node.lock:
             offer = node.offers.get(question.request)
             if posting is not None and node.posting(question.request) != posting:
@@ -256,7 +256,7 @@ class Answers:
             copies = lease.stream.copies(*span)
             with lease.guard:
                 lease.check()
-                sums = stream_sums(self.node.mover, copies, question.piece, key, src=True)
+                sums = stream_sums(self.node.mover, copies, question.piece, key, source=True)
         lease.check()
         return protocol.Checksums(sums=sums)
 
@@ -290,7 +290,7 @@ def _is_complete(question: protocol.Open, offer: Offer) -> bool:
 
 def _not_offered(question: protocol.Open) -> AtlasError:
     problem = "The request is not offered to this node"
-    hint = "Call offer() at the source first, with a larger seconds= if the offer expired"
+    hint = "Call offer() at the source first, with a larger timeout= if the offer expired"
     return AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(question.request), hint=hint)
 
 

@@ -73,10 +73,10 @@ class Lending:
         with self._changed:
             return sum(self._held.values())
 
-    def lend(self, lease: Lease, count: int, seconds: float) -> Loan | None:
+    def lend(self, lease: Lease, count: int, timeout: float) -> Loan | None:
         """Lend buffers to a lease for the rest of its time, and return them.
 
-        Wait up to `seconds` for them. Return None if none became free, or if another request of
+        Wait up to `timeout` for them. Return None if none became free, or if another request of
         the lease is waiting.
         """
         with lease.guard:
@@ -86,7 +86,7 @@ class Lending:
                 return None
             lease.borrowing = True
         try:
-            loan = self._wait_for(lease, count, seconds)
+            loan = self._wait_for(lease, count, timeout)
             with lease.guard:
                 if loan is not None and lease.held:
                     lease.keep_loan(loan)
@@ -113,10 +113,10 @@ class Lending:
         log.warning("buffers reclaimed request=%r name=%r", lease.request, lease.peer[1])
         self._take_back(lease, loan, keep=False)
 
-    def _wait_for(self, lease: Lease, count: int, seconds: float) -> Loan | None:
-        """Wait up to `seconds` for buffers. Return None if none became free."""
+    def _wait_for(self, lease: Lease, count: int, timeout: float) -> Loan | None:
+        """Wait up to `timeout` seconds for buffers. Return None if none became free."""
         count = min(count, max(_PER_LEASE, self.count // 2), self.count)
-        until = time.monotonic() + seconds
+        until = time.monotonic() + timeout
         while True:
             with self._changed:
                 now = time.monotonic()

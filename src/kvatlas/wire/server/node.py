@@ -138,7 +138,11 @@ class Node(OfferingNode):
         convert: dict[str, Any] = {}
         if self.conversion is not None and fingerprint(source) != fingerprint(self.plan):
             # The ranks do not depend on the scales, which only the source has.
-            convert = {"convert": self.conversion.convert, "src_scales": 1.0, "dst_scales": 1.0}
+            convert = {
+                "convert": self.conversion.convert,
+                "source_scales": 1.0,
+                "destination_scales": 1.0,
+            }
         return frozenset(route(source, self.plan, **convert).sources(self.rank))
 
     def forget(self, request: str) -> None:

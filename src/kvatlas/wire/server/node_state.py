@@ -94,7 +94,7 @@ class NodeState:
             for_peers = PeerSegments(self.transport.lend_to_one, self.piece, most)
         self.lending = Lending(for_peers, most)
         """The staging buffers that peers borrow."""
-        self.landing_threads = 2
+        self.scatter_threads = 2
         """Threads that scatter a request, one while another reads. May change at any time.
 
         Set to 1 if other work needs the cores.
@@ -233,25 +233,25 @@ class NodeState:
         """Return the route from this node to a peer."""
         return self._route(peer, "to", self.plan, peer.plan)
 
-    def _route(self, peer: Peer, way: str, src: Plan, dst: Plan) -> Route:
+    def _route(self, peer: Peer, way: str, source: Plan, destination: Plan) -> Route:
         terms = b"" if peer.conversion is None else msgspec.json.encode(peer.conversion)
         key = (peer.plan_hash, way, terms)
         with self._routes_lock:
             if key in self.routes:
                 self.routes.move_to_end(key)
                 return self.routes[key]
-        made = self._agreed_route(peer, src, dst)
+        made = self._agreed_route(peer, source, destination)
         with self._routes_lock:
             made = self.routes.setdefault(key, made)
             while len(self.routes) > _MAX_ROUTES:
                 self.routes.popitem(last=False)
         return made
 
-    def _agreed_route(self, peer: Peer, src: Plan, dst: Plan) -> Route:
+    def _agreed_route(self, peer: Peer, source: Plan, destination: Plan) -> Route:
         """Return the route between two plans, with the conversion that both ends request."""
         mine, theirs = self.conversion, peer.conversion
-        if fingerprint(src) == fingerprint(dst) or (mine is None and theirs is None):
-            return route(src, dst)
+        if fingerprint(source) == fingerprint(destination) or (mine is None and theirs is None):
+            return route(source, destination)
         if mine is None or theirs is None or mine.convert != theirs.convert:
             named = [repr(terms.convert) if terms else "nothing" for terms in (mine, theirs)]
             raise AtlasError(
@@ -260,9 +260,15 @@ class NodeState:
                 hint="Pass the same convert= to both nodes",
             )
         scales = [mine.scales or None, theirs.scales or None]
-        if src is peer.plan:
+        if source is peer.plan:
             scales.reverse()
-        return route(src, dst, convert=mine.convert, src_scales=scales[0], dst_scales=scales[1])
+        return route(
+            source,
+            destination,
+            convert=mine.convert,
+            source_scales=scales[0],
+            destination_scales=scales[1],
+        )
 
     def readers(self, peer: Peer) -> list[int]:
         """Return the ranks of a peer's plan that read from this node."""
@@ -270,19 +276,22 @@ class NodeState:
         return [rank for rank in range(peer.plan.ranks) if self.rank in outgoing.sources(rank)]
 
     def stream(
-        self, peer: Peer, mine: Any, theirs: Any, tokens: Any, layers: Any, *, incoming: bool
+        self, peer: Peer, blocks: Any, peer_blocks: Any, tokens: Any, layers: Any, *, incoming: bool
     ) -> AnyStream:
         """Return the stream of bytes to transfer between this node's blocks and a peer's.
 
-        `mine` and `theirs` are the block tables. If `incoming` is true, the peer is the source,
-        else this node is.
+        `blocks` and `peer_blocks` are the block tables. If `incoming` is true, the peer is the
+        source, else this node is.
         """
         between = self.route_from(peer) if incoming else self.route_to(peer)
-        ends = (peer.rank, theirs), (self.rank, mine)
-        (src_rank, src_blocks), (dst_rank, dst_blocks) = ends if incoming else ends[::-1]
+        ends = (peer.rank, peer_blocks), (self.rank, blocks)
+        (source_rank, source_blocks), (destination_rank, destination_blocks) = (
+            ends if incoming else ends[::-1]
+        )
         bind = between.stream if between.conversion is None else between.converted
         return bind(
-            src_rank=src_rank, dst_rank=dst_rank, src_blocks=src_blocks, dst_blocks=dst_blocks,
+            source_rank=source_rank, destination_rank=destination_rank,
+            source_blocks=source_blocks, destination_blocks=destination_blocks,
             tokens=tokens, layers=layers,
         )  # fmt: skip
 

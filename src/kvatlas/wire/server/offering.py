@@ -22,6 +22,8 @@ from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.transports.offer_board import PostedOffer, Posting
 
 _LONGEST_OFFER = 3600.0
+_PROLONGED = 3.0
+"""How many times its own duration a reader in progress can delay the end of an offer."""
 _CHANNELS_SECONDS = 1.0
 """Seconds between checks of connections to peers that may be gone."""
 
@@ -51,7 +53,7 @@ class OfferingNode(NodeState):
         blocks: Any,
         tokens: Any,
         *,
-        seconds: float = 30.0,
+        timeout: float = 30.0,
         readers: Collection[str] | None = None,
         released: Released | None = None,
         recompute: int = 0,
@@ -60,15 +62,19 @@ class OfferingNode(NodeState):
     ) -> None:
         """Let peers read a request's blocks, which must not change until they are released.
 
-        `readers` names the nodes that may read; None allows any. `released` is called once, with
-        the request and a reason, for example when all ranks that read from this one have done so or
-        the offer has expired. Only then may the blocks be reused. With `recompute`, sliding windows
-        also include what the last `recompute` tokens need, for peers that compute these tokens
-        again. Block table entries that no offered token needs may have any value.
+        The offer expires after `timeout` seconds. `readers` names the nodes that may read; None
+        allows any. `released` is called once, with the request and a reason, for example when all
+        ranks that read from this one have done so or the offer has expired. Only then may the
+        blocks be reused. With `recompute`, sliding windows also include what the last `recompute`
+        tokens need, for peers that compute these tokens again. Block table entries that no offered
+        token needs may have any value.
 
         A `layered` offer may be made before its content is written: the node calls `layer_written`
         for each layer, and a `streamed` pull reads each layer as it becomes available. `identity`
         overrides the node's identity for this request, for example if it uses an adapter or a salt.
+
+        The offer expires after `timeout`. A transfer that is still in progress then delays this, by
+        up to three times as long.
 
         Several offers may share blocks. Raises `blocks_in_use` if a pull fills one of the blocks or
         a push is expected in it.
@@ -76,7 +82,7 @@ class OfferingNode(NodeState):
         self.process.check()
         held = self.checked_tables(blocks, tokens, "source", recompute=recompute)
         names = None if readers is None else frozenset(text_list(readers, "readers"))
-        lasting = min(duration(seconds, math.inf), _LONGEST_OFFER)
+        lasting = min(duration(timeout, math.inf), _LONGEST_OFFER)
         whose = self.identity if identity is None else checked_identity(identity)
         with self.lock:
             check_new_request(request, self.offers)
@@ -85,6 +91,7 @@ class OfferingNode(NodeState):
             mark = None if layered else self.mark()
             claim = self.ledger.claim("offered", request, self.ledger.by_pool(held[0]))
             offer = Offer(request, *held, until, released, names, mark, layers, claim, whose)
+            offer.latest = until + _PROLONGED * lasting
             self.offers[request] = offer
             self._post(offer)
 
@@ -114,7 +121,7 @@ class OfferingNode(NodeState):
             problem = "There is no offer of this name, or it has expired"
             if offer is not None:
                 problem = "The offer is not layered"
-            hint = "Call offer(..., layered=True) first, with a larger seconds= if it expired"
+            hint = "Call offer(..., layered=True) first, with a larger timeout= if it expired"
             raise AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(request)[:300], hint=hint)
         offer.layers.add(layer, self.mark())
 

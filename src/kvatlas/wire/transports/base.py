@@ -86,9 +86,12 @@ class PreparedRead(ABC):
 
     @abstractmethod
     def begin(
-        self, src: Mapping[int, BlockIds], dst: Mapping[int, BlockIds], behind: int | None
+        self,
+        source: Mapping[int, BlockIds],
+        destination: Mapping[int, BlockIds],
+        behind: int | None,
     ) -> Handle | None:
-        """Read from the peer's blocks `src` into this process's blocks `dst`.
+        """Read from the peer's blocks `source` into this process's blocks `destination`.
 
         The read runs after the peer's GPU event `behind` and the work on the caller's current
         stream. Return None, and read nothing, if it cannot start at once.
@@ -109,8 +112,8 @@ class Link(ABC):
     board: PeerBoard | None = None
     """The board on which the peer posts its offers; None if it must be asked by message."""
 
-    def __init__(self, owner: Transport, theirs: Mapping[int, Memory]) -> None:
-        self.owner, self.mine, self.theirs = owner, owner.memory, dict(theirs)
+    def __init__(self, owner: Transport, peer_memory: Mapping[int, Memory]) -> None:
+        self.owner, self.own_memory, self.peer_memory = owner, owner.memory, dict(peer_memory)
         self.open = True
 
     def sign_in(self, access: Access, deadline: float) -> None:  # noqa: B027
@@ -132,9 +135,9 @@ class Link(ABC):
             raise NotImplementedError(f"{type(self).__name__} cannot wait for a peer's GPU event")
         self.check()
         copies = [copy for copy in copies if len(copy)]
-        check_bounds(copies, self.theirs, self.mine)
+        check_bounds(copies, self.peer_memory, self.own_memory)
         for copy in copies:
-            self.owner.check_takes(self.mine[copy.dst_pool])
+            self.owner.check_takes(self.own_memory[copy.destination_pool])
         if not self.converts(copies):
             casts = {str(copy.cast) for copy in copies if copy.cast is not None}
             problem = "The link does not support a cast, or a pool is not aligned to its elements"
@@ -169,9 +172,9 @@ class Link(ABC):
         """Write bytes of this process into the peer's memory. The peer is the destination."""
         self.check()
         copies = [copy for copy in copies if len(copy)]
-        check_bounds(copies, self.mine, self.theirs)
+        check_bounds(copies, self.own_memory, self.peer_memory)
         for copy in copies:
-            self.owner.check_takes(self.mine[copy.src_pool])
+            self.owner.check_takes(self.own_memory[copy.source_pool])
         return self._post([copy.expanded() for copy in copies], write=True) if copies else Done()
 
     def _addresses(self, copies: Sequence[Copy], *, write: bool) -> tuple[Int64s, Int64s, Int64s]:
@@ -179,11 +182,17 @@ class Link(ABC):
 
         If `write` is true, this end is the source, otherwise the peer.
         """
-        src, dst = (self.mine, self.theirs) if write else (self.theirs, self.mine)
-        source = np.concatenate([copy.src + src[copy.src_pool].address for copy in copies])
-        target = np.concatenate([copy.dst + dst[copy.dst_pool].address for copy in copies])
+        source, destination = (
+            (self.own_memory, self.peer_memory) if write else (self.peer_memory, self.own_memory)
+        )
+        read_at = np.concatenate(
+            [copy.source + source[copy.source_pool].address for copy in copies]
+        )
+        write_at = np.concatenate(
+            [copy.destination + destination[copy.destination_pool].address for copy in copies]
+        )
         length = np.concatenate([copy.length for copy in copies])
-        return (source, target, length) if write else (target, source, length)
+        return (read_at, write_at, length) if write else (write_at, read_at, length)
 
     def check(self) -> None:
         """Raise an error if the link or its transport is closed, or the peer is lost."""
@@ -211,7 +220,7 @@ class Link(ABC):
 
     def reaches(self, pool: int) -> bool:
         """Whether this link can access the peer's region with this pool index."""
-        return pool in self.theirs
+        return pool in self.peer_memory
 
     def _close(self) -> None:  # noqa: B027
         """Close the connection in the transport's library, if there is one."""

@@ -227,7 +227,7 @@ class CudaPreparedRead(PreparedRead):
         """Whether the peer's memory is no longer mapped at the same addresses."""
         return any(one.stale for one in self.mapped)
 
-    def begin(self, src: Tables, dst: Tables, behind: int | None) -> Handle | None:
+    def begin(self, source: Tables, destination: Tables, behind: int | None) -> Handle | None:
         """Launch the read, if it may begin now and the peer's memory is still mapped."""
         self.check()
         if not self.passed(behind) or not self.pace.may_begin():
@@ -236,7 +236,7 @@ class CudaPreparedRead(PreparedRead):
             return None
         posted = None
         try:
-            posted = self.runs.post(src, dst)
+            posted = self.runs.post(source, destination)
         finally:
             if posted is None:
                 self._unused()

@@ -105,9 +105,9 @@ class CudaLink(Link):
         owner: Transport,
         end: CudaEnd,
         published: PublishedMemory,
-        theirs: Mapping[int, Memory],
+        peer_memory: Mapping[int, Memory],
     ) -> None:
-        super().__init__(owner, theirs)
+        super().__init__(owner, peer_memory)
         self._end, self._queue = end, end.queue
         self._token, self._regions = published.token, published.regions
         self._allocations = [
@@ -140,7 +140,10 @@ class CudaLink(Link):
         for copy in copies:
             cast = copy.cast
             if cast is not None:
-                far, near = self._place(copy.src_pool), self.mine[copy.dst_pool].address
+                far, near = (
+                    self._place(copy.source_pool),
+                    self.own_memory[copy.destination_pool].address,
+                )
                 if far % cast.source.item or near % cast.target.item:
                     return False
                 if not self._queue.converts(cast):
@@ -153,7 +156,7 @@ class CudaLink(Link):
         It is the offset in the allocation, unless the peer is in this process.
         """
         here = self._end.marks_here() is not None
-        return self.theirs[pool].address if here else self._regions[pool].offset
+        return self.peer_memory[pool].address if here else self._regions[pool].offset
 
     def prepare(self, shape: RequestShape) -> PreparedRead | None:
         """Prepare reads for requests of one shape.
@@ -161,7 +164,7 @@ class CudaLink(Link):
         Return None if a block of the shape is outside its pool, or the link prepares nothing.
         """
         self.check()
-        regions, ends = (self.theirs, self.mine), (shape.src, shape.dst)
+        regions, ends = (self.peer_memory, self.own_memory), (shape.source, shape.destination)
         for pattern in shape.patterns:
             for end, pool in enumerate(pattern.pools):
                 first, stop = pattern.reach(end, ends[end].blocks[pool])
@@ -180,8 +183,8 @@ class CudaLink(Link):
             addresses = self._map(pools, mapped)
             patterns = []
             for pattern in shape.patterns:
-                source, mine = pattern.pools[0], self.mine[pattern.pools[1]]
-                blocks = shape.src.blocks[source]
+                source, mine = pattern.pools[0], self.own_memory[pattern.pools[1]]
+                blocks = shape.source.blocks[source]
                 patterns.append(AddressPattern(addresses[source], mine.address, pattern, blocks))
             runs = self._queue.prepare(patterns)
         finally:
@@ -198,7 +201,7 @@ class CudaLink(Link):
         self, copies: Sequence[Copy], may_begin: Callable[[], bool], *, write: bool
     ) -> Handle:
         runs = [_runs_of(copy) for copy in copies]
-        pools = [(copy.src_pool, copy.dst_pool) for copy in copies]
+        pools = [(copy.source_pool, copy.destination_pool) for copy in copies]
         launch = partial(self._launch, runs, pools, write=write)
 
         def nbytes() -> int:
@@ -219,12 +222,14 @@ class CudaLink(Link):
         mapped: list[MappedAllocation] = []
         unused = partial(self._end.opened.release, mapped)
         try:
-            far = self._map({dst if write else src for src, dst in pools}, mapped)
-            near = {pool: at.address for pool, at in self.mine.items()}
-            source, target = (near, far) if write else (far, near)
+            far = self._map(
+                {destination if write else source for source, destination in pools}, mapped
+            )
+            near = {pool: at.address for pool, at in self.own_memory.items()}
+            read_at, write_at = (near, far) if write else (far, near)
             placed = [
-                one.between(source[src], target[dst])
-                for one, (src, dst) in zip(runs, pools, strict=True)
+                one.between(read_at[source], write_at[destination])
+                for one, (source, destination) in zip(runs, pools, strict=True)
             ]
             return self._queue.post(placed), unused
         except BaseException:
@@ -238,7 +243,7 @@ class CudaLink(Link):
         released.
         """
         if self._end.marks_here() is not None:
-            return {pool: self.theirs[pool].address for pool in pools}
+            return {pool: self.peer_memory[pool].address for pool in pools}
         addresses = {}
         for pool in pools:
             region = self._regions[pool]
@@ -256,5 +261,5 @@ class CudaLink(Link):
 
 
 def _runs_of(copy: Copy) -> AddressRuns:
-    spans = (copy.src, copy.dst, copy.length)
+    spans = (copy.source, copy.destination, copy.length)
     return AddressRuns(0, 0, copy.starts.ends, spans, copy.cast, copy.starts.scales)

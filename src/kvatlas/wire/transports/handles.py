@@ -170,7 +170,7 @@ def copy_steps(
     """
     for source, target, copy in ends:
         check()
-        for _ in copy_runs_unchecked(source, target, copy.src, copy.dst, copy.length):
+        for _ in copy_runs_unchecked(source, target, copy.source, copy.destination, copy.length):
             yield
             check()
     check()

@@ -79,8 +79,10 @@ class MemoryTransport(Transport):
 class _MemoryLink(Link):
     prompt: ClassVar[bool] = True
 
-    def __init__(self, owner: MemoryTransport, token: str, theirs: Mapping[int, Memory]) -> None:
-        super().__init__(owner, theirs)
+    def __init__(
+        self, owner: MemoryTransport, token: str, peer_memory: Mapping[int, Memory]
+    ) -> None:
+        super().__init__(owner, peer_memory)
         self._token = token
 
     def check(self) -> None:
@@ -90,7 +92,12 @@ class _MemoryLink(Link):
             raise errors.peer_lost("a closed transport")
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
-        src, dst = (self.mine, self.theirs) if write else (self.theirs, self.mine)
+        source, destination = (
+            (self.own_memory, self.peer_memory) if write else (self.peer_memory, self.own_memory)
+        )
         # Look up the regions now: these are the ones whose bounds were checked.
-        ends = [(as_bytes(src[c.src_pool]), as_bytes(dst[c.dst_pool]), c) for c in copies]
+        ends = [
+            (as_bytes(source[c.source_pool]), as_bytes(destination[c.destination_pool]), c)
+            for c in copies
+        ]
         return Stepwise(copy_steps(ends, self.check))

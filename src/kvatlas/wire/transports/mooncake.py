@@ -202,9 +202,9 @@ class MooncakeLink(Link):
     owner: MooncakeTransport
 
     def __init__(
-        self, owner: MooncakeTransport, peer: _Published, theirs: Mapping[int, Memory]
+        self, owner: MooncakeTransport, peer: _Published, peer_memory: Mapping[int, Memory]
     ) -> None:
-        super().__init__(owner, theirs)
+        super().__init__(owner, peer_memory)
         self.peer = peer
         self._jobs: queue.SimpleQueue[MooncakeHandle | None] = queue.SimpleQueue()
         self._first = np.zeros(1, dtype=np.uint8)
@@ -269,7 +269,7 @@ class MooncakeLink(Link):
         In its first call, an engine asks the peer for its regions, and waits a minute if the peer
         is stopped. The byte is read into a separate buffer, so no cache block is in use meanwhile.
         """
-        region = next((region for region in self.theirs.values() if region.nbytes), None)
+        region = next((region for region in self.peer_memory.values() if region.nbytes), None)
         if region is None:
             return None
         call = [[self._first.ctypes.data], [region.address], [1]]

@@ -97,7 +97,7 @@ class NixlTransport(Transport):
         nixl_metadata.check(published, self.backend, not_empty(memory))
         make = PairedNixlLink if self._agents.by_cpu else NixlLink
         link = make(self, self._agents, published, memory)
-        self._made.add(link)
+        self.links.add(link)
         return link
 
     @property

@@ -59,7 +59,7 @@ class Agents:
             self.guarantees = Guarantees(authentication=True)
         elif loopback and not _reads_over_tcp(self._device):
             self.guarantees = Guarantees(confidentiality=True, integrity=True)
-        self.by_cpu = backend == "UCX" and kind == "DRAM" and not _has_rdma()
+        self.by_cpu = backend == "UCX" and kind == "DRAM" and not rdma_devices()
         """Whether the CPU moves the bytes, during calls to an agent of this process."""
 
     def make(self, name: str, *, serves: bool) -> Any:
@@ -137,7 +137,7 @@ def _reads_over_tcp(device: str) -> bool:
     connection breaks before the first byte: `ucp_request_send` does not handle that error.
     """
     devices = [name.partition(":")[0] for name in device.split(",")]
-    if _has_rdma() and ("all" in devices or any((_RDMA / name).exists() for name in devices)):
+    if rdma_devices() and ("all" in devices or any((_RDMA / name).exists() for name in devices)):
         return False
     named = set(os.environ.get("UCX_TLS", "all").split(","))
     own_host = bool(named & _ON_ONE_HOST) or any(name.startswith("^") for name in named)
@@ -147,7 +147,7 @@ def _reads_over_tcp(device: str) -> bool:
 def _over_rdma(device: str) -> bool:
     """Whether UCX uses only RDMA devices."""
     devices = [name.partition(":")[0] for name in device.split(",")]
-    return _has_rdma() and all((_RDMA / name).exists() for name in devices)
+    return bool(rdma_devices()) and all((_RDMA / name).exists() for name in devices)
 
 
 def _library() -> Any:
@@ -173,9 +173,15 @@ def _without_rdma() -> None:
     If the system's libibverbs is installed too, two copies of its dependencies would be loaded, and
     the process would crash at exit.
     """
-    if not _has_rdma():
+    if not rdma_devices():
         os.environ.setdefault("UCX_MODULES", "^ib")
 
 
-def _has_rdma() -> bool:
-    return _RDMA.is_dir() and any(_RDMA.iterdir())
+def rdma_devices() -> list[str]:
+    """Return the names of this host's RDMA devices, sorted."""
+    return sorted(path.name for path in _RDMA.iterdir()) if _RDMA.is_dir() else []
+
+
+def nixl_installed() -> bool:
+    """Whether a build of NIXL is installed."""
+    return any(importlib.util.find_spec(name) is not None for name in ("nixl", *_BUILDS))

@@ -20,6 +20,7 @@ import math
 import secrets
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -55,9 +56,9 @@ class NixlLink(Link):
         owner: Transport,
         agents: Agents,
         published: nixl_metadata.Published,
-        theirs: Mapping[int, Memory],
+        peer_memory: Mapping[int, Memory],
     ) -> None:
-        super().__init__(owner, theirs)
+        super().__init__(owner, peer_memory)
         self._agents, self._published = agents, published
         self.peer, self._kind, self._lost = published.agent, published.kind, False
         self.lock = threading.RLock()
@@ -81,7 +82,7 @@ class NixlLink(Link):
         metadata = nixl_metadata.put_together(self._published, self._agents.backend)
         try:
             self.agent.add_remote_agent(metadata)
-            if rows := not_empty(self.theirs):
+            if rows := not_empty(self.peer_memory):
                 self.agent.prep_xfer_dlist(self.peer, rows_of(rows), self._kind).release()
             # An operation before the setup is complete may need the peer's CPU, unlike later ones.
             # An agent without a thread makes progress only during calls.
@@ -90,6 +91,8 @@ class NixlLink(Link):
                 self.agent.get_new_notifs()
                 time.sleep(1e-3)
         except Exception as problem:
+            # A stored error must not keep the agent alive through the frames of its traceback.
+            traceback.clear_frames(problem.__traceback__)
             got = f"{type(problem).__name__}: {problem}"
             # The metadata was checked before, so an error of the backend means: no connection.
             unreachable = type(problem).__name__ in (PEER_LOST, "nixlBackendError")
@@ -112,8 +115,8 @@ class NixlLink(Link):
         return handle
 
     def _prepare(self, copies: Sequence[Copy], *, write: bool) -> NixlHandle:
-        near, mine = describe(copies, self.mine, src=write)
-        far, theirs = describe(copies, self.theirs, src=not write)
+        near, mine = describe(copies, self.own_memory, source=write)
+        far, theirs = describe(copies, self.peer_memory, source=not write)
         with ExitStack() as prepared:
             self._register_memory()
             local = self.agent.prep_xfer_dlist(_INITIATOR, near, self._agents.kind)
@@ -126,7 +129,7 @@ class NixlLink(Link):
 
     def _register_memory(self) -> None:
         """Register the regions that are not yet registered with the agent."""
-        taken = {pool: at for pool, at in self.mine.items() if self.owner.takes(at.device)}
+        taken = {pool: at for pool, at in self.own_memory.items() if self.owner.takes(at.device)}
         memory = not_empty(taken)
         new = {pool: memory[pool] for pool in set(memory) - self._registered}
         if new:

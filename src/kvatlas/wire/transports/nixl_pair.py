@@ -88,7 +88,7 @@ class PairedNixlLink(NixlLink):
     def _make_second(self) -> None:
         made = None
         try:
-            made = NixlLink(self.owner, self._agents, self._published, self.theirs)
+            made = NixlLink(self.owner, self._agents, self._published, self.peer_memory)
             made.sign_in(Access(), math.inf)
             with self._pairing:
                 if self.open:
@@ -151,5 +151,7 @@ class _BothHandles(Handle):
 
 def _rows(copy: Copy, rows: slice) -> Copy:
     """Return a `Copy` with only those runs of `copy` whose index is in the slice `rows`."""
-    src, dst, length = (column[rows] for column in (copy.src, copy.dst, copy.length))
-    return Copy(copy.src_pool, copy.dst_pool, src, dst, length)
+    source, destination, length = (
+        column[rows] for column in (copy.source, copy.destination, copy.length)
+    )
+    return Copy(copy.source_pool, copy.destination_pool, source, destination, length)

@@ -24,16 +24,16 @@ Indices = NDArray[np.int32]
 
 
 def describe(
-    copies: Sequence[Copy], regions: Mapping[int, Memory], *, src: bool
+    copies: Sequence[Copy], regions: Mapping[int, Memory], *, source: bool
 ) -> tuple[Rows, Indices]:
     """Return (strided rows, index of each run among the positions of all rows) for `copies`.
 
-    If `src` is true, `regions` are the source's and the source runs are described, otherwise the
+    If `source` is true, `regions` are the source's and the source runs are described, otherwise the
     destination's. A row with count n has n positions.
 
     >>> at = np.array([128, 0, 192, 40])
     >>> copy = Copy(0, 0, at, at, np.array([64, 64, 64, 8]))
-    >>> rows, indices = describe([copy], {0: Memory(4096, 256)}, src=True)
+    >>> rows, indices = describe([copy], {0: Memory(4096, 256)}, source=True)
     >>> rows.tolist()  # address, length, device, stride, count
     [[4096, 64, 0, 64, 4], [4136, 8, 0, 8, 1]]
     >>> indices.tolist()
@@ -41,8 +41,8 @@ def describe(
     """
     rows, indices, first = [], [], 0
     for copy in copies:
-        region = regions[copy.src_pool if src else copy.dst_pool]
-        starts = copy.src if src else copy.dst
+        region = regions[copy.source_pool if source else copy.destination_pool]
+        starts = copy.source if source else copy.destination
         own_rows, own_indices, count = _grid(starts, copy.length, region, first)
         rows.append(own_rows)
         indices.append(own_indices)

@@ -177,8 +177,10 @@ def _mapped(regions: Mapping[int, _Region], descriptors: Sequence[int]) -> dict[
 class _ShmLink(Link):
     prompt: ClassVar[bool] = True
 
-    def __init__(self, owner: ShmTransport, metadata: bytes, theirs: Mapping[int, Memory]) -> None:
-        super().__init__(owner, theirs)
+    def __init__(
+        self, owner: ShmTransport, metadata: bytes, peer_memory: Mapping[int, Memory]
+    ) -> None:
+        super().__init__(owner, peer_memory)
         self._metadata = metadata
         self._connection: socket.socket | None = None
         self.mapped: dict[int, Bytes] = {}
@@ -186,7 +188,7 @@ class _ShmLink(Link):
     def sign_in(self, access: Access, deadline: float) -> None:
         """Connect to the peer and map its regions, except regions outside shared memory."""
         del access
-        sizes = {pool: region.nbytes for pool, region in self.theirs.items()}
+        sizes = {pool: region.nbytes for pool, region in self.peer_memory.items()}
         self._connection, self.mapped = map_published(self._metadata, sizes, deadline)
         weakref.finalize(self, hang_up, self._connection)
 
@@ -198,19 +200,25 @@ class _ShmLink(Link):
 
     def reaches(self, pool: int) -> bool:
         """Whether the peer's pool is in shared memory, or empty."""
-        return pool in self.mapped or (pool in self.theirs and not self.theirs[pool].nbytes)
+        return pool in self.mapped or (
+            pool in self.peer_memory and not self.peer_memory[pool].nbytes
+        )
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         ends = []
         for copy in copies:
-            pool, own = (copy.dst_pool, copy.src_pool) if write else (copy.src_pool, copy.dst_pool)
+            pool, own = (
+                (copy.destination_pool, copy.source_pool)
+                if write
+                else (copy.source_pool, copy.destination_pool)
+            )
             if pool not in self.mapped:
                 raise errors.failed(
                     f"pool {pool}",
                     hint="Allocate the peer's pools with its transport, or with pools_for",
                     problem="The peer's pool is not in shared memory",
                 )
-            near, far = as_bytes(self.mine[own]), self.mapped[pool]
+            near, far = as_bytes(self.own_memory[own]), self.mapped[pool]
             if write and not far.flags.writeable:
                 hint = "Have the peer read the bytes instead of writing to it"
                 raise errors.failed(f"pool {pool}", hint, "The peer's memory is read-only")

@@ -70,10 +70,10 @@ class TcpLink(Link):
         self,
         owner: Transport,
         peer: TcpPublished,
-        theirs: Mapping[int, Memory],
+        peer_memory: Mapping[int, Memory],
         security: Security,
     ) -> None:
-        super().__init__(owner, theirs)
+        super().__init__(owner, peer_memory)
         self.peer, self.security, self.access = peer, security, Access()
         self.choice = 0
         """The index of the secret that the peer accepted last."""
@@ -100,7 +100,7 @@ class TcpLink(Link):
         del after
         # The regions are looked up now: the bounds were checked against these.
         copies = [copy.expanded() for copy in copies]
-        questions = [part for copy in copies for part in _questions(copy, self.mine, lease)]
+        questions = [part for copy in copies for part in _questions(copy, self.own_memory, lease)]
         handle = _Read(self, questions)
         with suppress(AtlasError):  # wait() raises it again
             handle.poll()
@@ -138,9 +138,9 @@ class _Question:
     """One request: runs of a region of the peer, and their destinations."""
 
     pool: int
-    src: Int64s
+    source: Int64s
     into: Bytes
-    dst: Int64s
+    destination: Int64s
     length: Int64s
     lease: bytes
 
@@ -148,12 +148,12 @@ class _Question:
     def payload(self) -> bytes:
         """The request as it is sent."""
         head = tcp_server.QUESTION.pack(self.pool, len(self.length), self.lease)
-        return head + self.src.astype("<i8").tobytes() + self.length.astype("<i8").tobytes()
+        return head + self.source.astype("<i8").tobytes() + self.length.astype("<i8").tobytes()
 
 
 def _questions(copy: Copy, mine: Mapping[int, Memory], lease: bytes) -> Iterator[_Question]:
     """Split the runs of `copy` into requests. Short and long runs go into separate requests."""
-    into = as_bytes(mine[copy.dst_pool])
+    into = as_bytes(mine[copy.destination_pool])
     long = copy.length >= SHORT
     for chosen in (np.flatnonzero(~long), np.flatnonzero(long)):
         if not len(chosen):
@@ -162,8 +162,8 @@ def _questions(copy: Copy, mine: Mapping[int, Memory], lease: bytes) -> Iterator
         many = MOST_RUNS if longest >= SHORT else min(MOST_RUNS, GATHERED // longest)
         for first in range(0, len(chosen), many):
             some = chosen[first : first + many]
-            columns = copy.dst[some], copy.length[some]
-            yield _Question(copy.src_pool, copy.src[some], into, *columns, lease)
+            columns = copy.destination[some], copy.length[some]
+            yield _Question(copy.source_pool, copy.source[some], into, *columns, lease)
 
 
 class _Read(Stepwise):
@@ -279,7 +279,7 @@ class _Read(Stepwise):
             raise errors.bad_metadata("an invalid reply to the handshake")
 
     def _receive(self, question: _Question) -> Iterator[int]:
-        dst, length = question.dst, question.length
+        destination, length = question.destination, question.length
         granted = bytearray(1)
         yield from self._fill(memoryview(granted))
         if granted != tcp_server.GRANTED:
@@ -288,10 +288,10 @@ class _Read(Stepwise):
             together = np.empty(int(length.sum()), np.uint8)
             yield from self._fill(together.data)
             at = tcp_server.packed(length)
-            for _ in copy_runs_unchecked(together, question.into, at, dst, length):
+            for _ in copy_runs_unchecked(together, question.into, at, destination, length):
                 yield 0
             return
-        for start, size in zip(dst.tolist(), length.tolist(), strict=True):
+        for start, size in zip(destination.tolist(), length.tolist(), strict=True):
             yield from self._fill(question.into.data[start : start + size])
 
     def _refused(self) -> Iterator[int]:

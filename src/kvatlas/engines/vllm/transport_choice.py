@@ -1,0 +1,63 @@
+"""The transport that the setting `auto` selects: the fastest that reaches the engine's peers."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvatlas.engines.vllm.settings import AUTO, ConnectorSettings
+from kvatlas.errors import AtlasError, Code
+from kvatlas.wire.transports.nixl_agents import nixl_installed, rdma_devices
+
+_WILDCARDS = ("0.0.0.0", "::")  # noqa: S104
+
+
+class TransportChoice(NamedTuple):
+    """A transport, its options, and the reason for the choice."""
+
+    name: str
+    options: dict[str, Any]
+    why: str
+
+    def applied_to(self, settings: ConnectorSettings) -> ConnectorSettings:
+        """Return the settings with this transport and its options."""
+        return msgspec.structs.replace(
+            settings, transport=self.name, transport_options=self.options
+        )
+
+
+def choose_transport(settings: ConnectorSettings, *, on_gpu: bool) -> TransportChoice:
+    """Return the transport of an engine whose caches are in GPU memory, or in host memory.
+
+    Engines that only their own host can reach share memory. Between hosts, NIXL is used over RDMA,
+    and `tcp` otherwise.
+
+    >>> choose_transport(ConnectorSettings(), on_gpu=False)
+    TransportChoice(name='shm', options={}, why='all peers are on this host')
+    >>> choose_transport(ConnectorSettings(transport="mooncake"), on_gpu=False).name
+    'mooncake'
+    """
+    if settings.transport != AUTO:
+        return TransportChoice(settings.transport, settings.transport_options, "as configured")
+    if settings.local:
+        name = "cuda" if on_gpu else "shm"
+        return TransportChoice(name, {}, "all peers are on this host")
+    devices = rdma_devices()
+    if devices and nixl_installed():
+        options = {} if "UCX_NET_DEVICES" in os.environ else {"device": f"{devices[0]}:1"}
+        kind = {"kind": "VRAM"} if on_gpu else {}
+        return TransportChoice("nixl", options | kind, f"RDMA device {devices[0]}")
+    missing = "nixl is not installed" if devices else "this host has no RDMA device"
+    if on_gpu:
+        raise AtlasError(
+            Code.WRONG_DEVICE,
+            "No transport moves caches in GPU memory between these hosts",
+            got=f"transport 'auto', caches in GPU memory, and {missing}",
+            hint="Install nixl on hosts with RDMA devices, or listen on 127.0.0.1 on one host",
+        )
+    host = settings.listen
+    if host in _WILDCARDS and settings.advertise is not None:
+        host = settings.advertise
+    return TransportChoice("tcp", {"host": host}, missing)
