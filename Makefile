@@ -44,7 +44,7 @@ endif
 # neighbouring tests run in one worker, so that most modules set up their fixtures once.
 PARALLEL = $(shell $(PY) -c "import os, xdist; print('--dist worksteal -n', os.cpu_count() + 1)" 2>/dev/null)
 
-.PHONY: demo tour ci test test-fast test-deep test-pool test-stream test-gpu test-lowest test-lowest-triton test-transformers test-vllm test-vllm-deep test-vllm-lifecycle \
+.PHONY: demo tour ci test test-fast test-deep test-pool test-stream test-gpu test-lowest test-lowest-triton test-transformers test-architectures record-architectures test-vllm test-vllm-deep test-vllm-lifecycle \
 	bench-vllm demo-vllm test-page map-gallery map-figures map-pictures \
 	test-kvcache-simulator test-dynamo hits lint lint-workflows bench bench-gpu docs docs-pairings demo-two-hosts wheel check-release format clean test-attack test-hosts test-long test-fleet soak
 
@@ -217,6 +217,16 @@ $(OVERLAYS)/transformers-$(TRANSFORMERS)/.installed: NEEDS = 'transformers==$(TR
 test-transformers: $(OVERLAYS)/transformers-$(TRANSFORMERS)/.installed  ## The engine's tokens in every order, with TRANSFORMERS=5.17.0, or another
 	TRITON_INTERPRET=1 HYPOTHESIS_PROFILE=deep $(call overlay,transformers-$(TRANSFORMERS)) -m pytest -n auto \
 		$(or $(TESTS),tests/engines/test_tokens.py tests/engines/test_cache.py tests/engines/test_decode_graph.py tests/handover)
+
+# Every causal language model of the installed transformers is built on the meta device and run: about
+# ten minutes of one core. TRANSFORMERS=5.17.0 takes that release; without it, that of .venv.
+test-architectures: $(READY) $(if $(filter command line environment,$(origin TRANSFORMERS)),$(OVERLAYS)/transformers-$(TRANSFORMERS)/.installed)  ## Caches of all architectures, as transformers runs them
+	KVATLAS_ARCHITECTURES=1 $(if $(filter command line environment,$(origin TRANSFORMERS)),$(call overlay,transformers-$(TRANSFORMERS)),$(PY)) -m pytest \
+		$(PARALLEL) $(or $(TESTS),tests/architectures)
+
+record-architectures: $(READY)  ## The defaults and caches of transformers' architectures, recorded for `make test`
+	$(PY) tools/record_class_defaults.py
+	PYTHONPATH=. $(PY) tools/record_architectures.py
 
 # The page of `kvatlas map` in a real browser: Debian's Chromium, driven by selenium. Where there is
 # no browser, these tests are skipped, and tests/maps still checks the data of the page.

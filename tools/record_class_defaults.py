@@ -28,7 +28,7 @@ _RELEVANT = re.compile(
 _IRRELEVANT = re.compile(
     r"layerdrop|layer_norm|layernorm|moe|mlp|expert|dense|token|_id$|bias|hidden_act|drop|vision"
     r"|audio|image|intermediate|ffn|eps$|init|theta|scale|mask|decay|output_hidden|classif|encoder"
-    r"|feed_forward|ple_|rel_|hc_|label|summary|adapter|logits|head_act|normali|residual"
+    r"|feed_forward|no_rope_layer|ple_|rel_|hc_|label|summary|adapter|logits|head_act|normali|residual"
 )
 
 
@@ -57,7 +57,7 @@ def defaults_of(kind: Any) -> dict[str, Any]:
     """Return the defaults of a config class that may change its caches."""
     found = {}
     for field in dataclasses.fields(kind):
-        plain = isinstance(field.default, int | str | list | tuple)
+        plain = isinstance(field.default, int | list | tuple)
         if plain and _RELEVANT.search(field.name) and not _IRRELEVANT.search(field.name):
             found[field.name] = field.default
     return found

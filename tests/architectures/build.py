@@ -11,7 +11,8 @@ from typing import Any
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from kvatlas.models.transformers_oracle import TOKENS, Built, CachedLayer, build_config
+from kvatlas.models.cache_comparison import CachedLayer
+from kvatlas.models.transformers_oracle import TOKENS, Built, build_config
 from tests.architectures.buildable import NEEDED, NOT_BUILT, TEXT_ONLY
 
 __all__ = ["TOKENS", "Built", "CachedLayer", "build", "build_config", "model_types"]

@@ -42,9 +42,10 @@ NEEDED: dict[str, dict[str, Any]] = {
     "xmod": {"is_decoder": True, "languages": ["en_XX"], "default_language": "en_XX"},
 }
 
-TEXT_ONLY = (
-    "dots3_note emu3 gemma3n llama4 musicgen musicgen_melody qwen3_5 qwen3_5_moe qwen4_exp".split()
-)
+TEXT_ONLY = {
+    "dots3_note", "emu3", "gemma3n", "llama4", "musicgen", "musicgen_melody", "qwen3_5",
+    "qwen3_5_moe", "qwen4_exp",
+}  # fmt: skip
 """Multimodal model types whose text model is built alone."""
 
 NOT_BUILT = {

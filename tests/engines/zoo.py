@@ -89,6 +89,22 @@ ZOO: dict[str, Tiny] = {
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         },
     ),
+    # transformers writes the larger heads of full attention to `per_layer_config`.
+    "Gemma4": Tiny(
+        "Gemma4TextConfig",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
     "GptOss": Tiny(
         "GptOssConfig",
         {

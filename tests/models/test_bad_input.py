@@ -233,7 +233,7 @@ def test_words_of_another_family_are_no_kinds_of_layer() -> None:
 
 def test_mamba_alone_names_its_head_size() -> None:
     given = dict(catalogue()["Mamba2-2.7B"].expanded())
-    del given["head_dim"]
+    del given["head_dim"], given["model_type"]
     with pytest.raises(AtlasError) as refusal:
         Model.load(given)
     assert refusal.value.code is Code.MISSING_KEY

@@ -70,7 +70,7 @@ _FAMILIES: tuple[Family, ...] = (
     Family(_full_every(2), "GptOssForCausalLM gpt_oss", attention="attn.attn"),
     Family(_full_every(6), "Gemma3ForCausalLM gemma3_text Gemma3nForCausalLM gemma3n_text"),
     Family(_full_every(4), "Olmo3ForCausalLM olmo3 Exaone4ForCausalLM exaone4"),
-    Family(dense.cohere, "Cohere2ForCausalLM cohere2"),
+    Family(dense.cohere, "Cohere2ForCausalLM cohere2 Cohere2MoeForCausalLM cohere2_moe"),
     Family(dense.llama4, "Llama4ForCausalLM llama4_text"),
     Family(
         dense.gemma4,
@@ -151,6 +151,7 @@ _FAMILIES: tuple[Family, ...] = (
         hybrids.short_conv, "Lfm2ForCausalLM lfm2 Lfm2MoeForCausalLM lfm2_moe Lfm3ForCausalLM lfm3"
     ),
     Family(hybrids.rwkv, "RWKV7ForCausalLM rwkv7"),
+    Family(hybrids.rwkv4, "RwkvForCausalLM rwkv", "rwkv.blocks"),
     Family(
         hybrids.whisper,
         "WhisperForConditionalGeneration whisper",

@@ -86,7 +86,7 @@ def other_key_heads(config: Config, architecture: str) -> str | None:
     """
     model_type = recorded().model_types.get(architecture, "")
     default = recorded().defaults.get(model_type, {}).get("num_key_value_heads")
-    if default is None or config.has(*KEY_HEADS) or not config.was_read("num_key_value_heads"):
+    if default is None or not config.was_read("num_key_value_heads") or config.has(*KEY_HEADS):
         return None
     return (
         "num_key_value_heads and model_type are missing: using the number of query heads; the "

@@ -54,9 +54,10 @@ class Config:
 
     __slots__ = ("_read", "_values")
 
-    def __init__(self, values: Mapping[str, Any], read: set[str] | None = None) -> None:
+    def __init__(self, values: Mapping[str, Any], read: dict[str, bool] | None = None) -> None:
         self._values = values
-        self._read: set[str] = set() if read is None else read
+        # True for a key that was read, False for one that was only settled.
+        self._read: dict[str, bool] = {} if read is None else read
 
     def under(self, defaults: Mapping[str, Any]) -> Config:
         """Return the config with `defaults` filled in for missing and null values."""
@@ -73,18 +74,19 @@ class Config:
 
     def was_read(self, name: str) -> bool:
         """Return whether a getter has been asked for key `name`."""
-        return name in self._read
+        return self._read.get(name, False)
 
     def settled(self, *names: str) -> None:
         """Record that the keys `names` do not change the caches, because others decide."""
-        self._read.update(names)
+        for name in names:
+            self._read.setdefault(name, False)
 
     def unread_keys(self) -> list[str]:
         """Return the filled keys that no getter has been asked for."""
         return [key for key in self.filled_keys() if key not in self._read]
 
     def _value(self, name: str) -> Any:
-        self._read.add(name)
+        self._read[name] = True
         return self._values.get(name)
 
     def filled_keys(self) -> list[str]:
@@ -241,11 +243,14 @@ class Config:
 
     def key_heads(self) -> int:
         """Return the number of KV heads; defaults to the number of query heads."""
-        return self.maybe(*KEY_HEADS) or self.query_heads()
+        own = self.maybe(*KEY_HEADS)
+        self.settled(*KEY_HEADS)
+        return own or self.query_heads()
 
     def head_dim(self) -> int:
         """Return the head size; defaults to hidden size / query heads."""
         own = self.maybe(*HEAD_DIM)
+        self.settled(*HEAD_DIM)
         return own or self.quotient(self.hidden(), self.query_heads(), "head_dim")
 
     @staticmethod

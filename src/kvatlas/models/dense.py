@@ -82,23 +82,26 @@ def mimo(decoder: Decoder) -> Iterator[Layer]:
     `attention_chunk_size`: no layer is chunked.
     """
     config = decoder.config
-    kinds: list[Kind]
-    if config.has("hybrid_layer_pattern"):
-        pattern = config.per_layer("hybrid_layer_pattern", config.depth())
-        kinds = ["sliding" if flag else "full" for flag in pattern]
-    else:
-        kinds = attention_kinds(config, every=6)
     sliding: Sizes = {
         "heads": config.maybe("swa_num_key_value_heads"),
         "head_dim": config.maybe("swa_head_dim"),
         "v_dim": config.maybe("swa_v_head_dim", "v_head_dim"),
         "window": config.maybe("sliding_window_size"),
     }
-    return dense(
-        decoder,
-        kinds=kinds,
-        sizes={"full": {"v_dim": config.maybe("v_head_dim")}, "sliding": sliding},
-    )
+    kinds: list[Kind]
+    if config.has("hybrid_layer_pattern"):
+        pattern = config.per_layer("hybrid_layer_pattern", config.depth())
+        kinds = ["sliding" if flag else "full" for flag in pattern]
+        config.settled("layer_types", "sliding_window")
+    elif not config.has("layer_types"):
+        raise missing("hybrid_layer_pattern")
+    else:
+        # transformers' form: its window counts the current token as well.
+        sliding["window"] = sliding["window"] or config.count("sliding_window") - 1
+        sliding["heads"] = sliding["heads"] or 2 * config.key_heads()
+        kinds = attention_kinds(config)
+    sizes: dict[str, Sizes] = {"full": {"v_dim": config.maybe("v_head_dim")}, "sliding": sliding}
+    return dense(decoder, kinds=kinds, sizes=sizes)
 
 
 def step(decoder: Decoder) -> Iterator[Layer]:

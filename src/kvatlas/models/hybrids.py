@@ -214,6 +214,28 @@ def rwkv(decoder: Decoder) -> Iterator[Layer]:
     return decoder.every_layer(spec, "attn")
 
 
+def rwkv4(decoder: Decoder) -> Iterator[Layer]:
+    """Yield the caches of RWKV-4: the last input of two token shifts, and three sums per channel.
+
+    Two rows and three values per channel are the content of a Mamba-1 layer of these sizes.
+    """
+    config = decoder.config
+    width = config.count("attention_hidden_size", default=config.hidden())
+    if width != config.hidden():
+        raise bad(
+            "attention_hidden_size must equal hidden_size", f"{width} and {config.hidden()}",
+            "Plan another model",
+        )  # fmt: skip
+    spec = Mamba1(
+        inner=width,
+        state_size=3,
+        kernel=3,
+        conv_dtype=decoder.conv_dtype,
+        ssm_dtype=decoder.ssm_dtype(default="fp32"),
+    )
+    return decoder.every_layer(spec, "attention")
+
+
 def whisper(decoder: Decoder) -> Iterator[Layer]:
     """Yield the caches of Whisper's decoder: self-attention, and cross-attention to the encoder."""
     config = decoder.config

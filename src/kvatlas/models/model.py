@@ -113,7 +113,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if not isinstance(source, Model):
             found = find_config(source)
             model = read_model(found, states, served)
-            note = verify(model.layers, found) if _is_oracle(oracle) else None
+            note = verify(model.layers, found, model.max_len) if _is_oracle(oracle) else None
             return replace(model, warnings=(*model.warnings, note)) if note else model
         if states != StateDtypes() or served not in (None, source.dtype) or _is_oracle(oracle):
             options = {"dtype": served, "ssm_dtype": ssm, "conv_dtype": conv, "engine": engine}

@@ -22,7 +22,6 @@ REFUSED = {
     "inkling_text": "each layer keeps four convolution states next to K and V",
     "inkling2_text": "each layer keeps convolution states next to K and V",
     "reformer": "it caches hidden rows and hash buckets, and no K and V",
-    "rwkv": "it keeps the five state rows of RWKV-4; only RWKV-7 can be planned",
     "xlm": "it has no cache",
     "xlnet": "it caches hidden rows, and no K and V",
     "xlstm": "it keeps the matrix memories of mLSTM layers, which cannot be planned",
@@ -66,5 +65,5 @@ def refuse_without_decoder(config: Config, architecture: str) -> None:
             Code.UNKNOWN_ARCHITECTURE,
             f"This config describes {kind}, which has no KV cache",
             got=name or "no architecture",
-            hint="Pass the config of a language model; of a multimodal model, pass the whole config",
+            hint="Pass the config of a language model, or the whole config of a multimodal one",
         )

@@ -1,16 +1,14 @@
-"""Compare the caches that kvatlas reads from a config with those that transformers allocates.
+"""Run a model of transformers without memory, and list what each of its layers has cached.
 
 `build_config` builds the model of a config on the meta device, whose tensors have shapes and no
-data, and runs a few tokens. The largest models take a few seconds and no memory. `differences`
-compares the shapes that each layer has cached with the specs of a model. This module needs torch
-and transformers; the rest of this package does not import it.
+data, and runs a few tokens. The largest models take a few seconds and no memory. This module needs
+torch and transformers, and the rest of this package imports it only to verify a model.
 """
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,41 +16,10 @@ import torch
 import transformers
 from torch.overrides import TorchFunctionMode
 
-from kvatlas.models.layer import Layer
-from kvatlas.specs import (
-    Attention,
-    ChunkedAttention,
-    CompressorState,
-    CrossAttention,
-    Indexer,
-    LatentAttention,
-    Recurrent,
-    SlidingAttention,
-    SlidingLatentAttention,
-)
+from kvatlas.models.cache_comparison import CachedLayer
 
 TOKENS = 7
 """Tokens of the only sequence of the batch."""
-
-ENGINES_DIFFER = {
-    "deepseek_v4": "transformers keeps open groups of tokens; vLLM keeps sums of a compressor",
-    "minicpm3": "transformers caches latent rows; vLLM caches K and V for each head",
-    "qwen4_exp_text": "transformers keeps the indexer's row of each token; vLLM compresses them",
-}
-"""Model types whose caches differ between vLLM, which `Model` describes, and transformers."""
-
-
-class CachedLayer(NamedTuple):
-    """The cache of one decoder layer: the shapes of its tensors, without the batch axis."""
-
-    tensors: dict[str, tuple[int, ...]]
-    """Shapes by name: keys, values, indexer_keys, conv_states, recurrent_states and so on."""
-    window: int | None = None
-    """Tokens that remain in the cache; None if all of them do."""
-
-    def elements(self) -> int:
-        """Return the number of elements of all tensors."""
-        return sum(math.prod(shape) for shape in self.tensors.values())
 
 
 class Built(NamedTuple):
@@ -86,94 +53,31 @@ def build_config(config: Any, model_class: Any = None, model_type: str | None = 
         parameters = sum(one.numel() for one in model.parameters())
         tokens = torch.ones((rows or 1, TOKENS), dtype=torch.long)
         with _Meta():
-            output = model(input_ids=tokens, use_cache=True)
-    layers = tuple(map(_cached, _layers_of(output)))
+            layers = _cached_layers(model(input_ids=tokens, use_cache=True))
+            if not layers and "past_key_values" in inspect.signature(model.forward).parameters:
+                # The output of some models does not contain their cache.
+                cache = transformers.DynamicCache(config=config)
+                model(input_ids=tokens, use_cache=True, past_key_values=cache)
+                layers = tuple(map(_cached, cache.layers))
     return Built(named, model_class.__name__, values, parameters, layers)
 
 
-def differences(caches: Sequence[Layer], built: Sequence[CachedLayer]) -> list[str]:
-    """Return one sentence per decoder layer whose cache is another than transformers'."""
-    ours = _expected(caches)
-    found = []
-    for index in range(max(len(built), 1 + max(ours, default=-1))):
-        theirs = _observed(built[index]) if index < len(built) else {}
-        if ours[index] != theirs:
-            found.append(f"layer {index}: kvatlas reads {ours[index]}, transformers has {theirs}")
-    return found
-
-
-def _expected(caches: Sequence[Layer]) -> defaultdict[int, dict[str, Any]]:
-    """Return what each decoder layer is expected to cache, by name."""
-    found: defaultdict[int, dict[str, Any]] = defaultdict(dict)
-    counts: defaultdict[int, int] = defaultdict(int)
-    doubled = any(".self_attn.1." in layer.name for layer in caches)
-    for layer in caches:
-        index = layer.index
-        if doubled:  # LongCat's layers have two attentions, which transformers counts as layers
-            counts[index] += 1
-            index = 2 * index + counts[index] - 1
-        found[index] |= _of_spec(layer.spec)
-    return found
-
-
-def _of_spec(spec: Any) -> dict[str, Any]:
-    if isinstance(spec, CrossAttention | CompressorState):
-        return {}  # no rows without an encoder's input; no counterpart in transformers
-    if isinstance(spec, LatentAttention):
-        rows: dict[str, Any] = {"keys": (1, spec.latent), "values": (1, spec.rope)}
-        return rows | _window(spec.window if isinstance(spec, SlidingLatentAttention) else None)
-    if isinstance(spec, Indexer):
-        return {"indexer_keys": (spec.head_dim,)}
-    if isinstance(spec, Attention):
-        sizes = {
-            "keys": (spec.heads, spec.head_dim),
-            "values": (spec.heads, spec.v_dim or spec.head_dim),
-        }
-        if isinstance(spec, SlidingAttention):
-            return sizes | _window(spec.window)
-        return sizes | _window(spec.chunk if isinstance(spec, ChunkedAttention) else None)
-    return _of_states(spec) if isinstance(spec, Recurrent) else {}
-
-
-def _of_states(spec: Recurrent) -> dict[str, Any]:
-    """Return the channels and taps of a convolution, and the elements of a recurrent state."""
-    found: dict[str, Any] = {}
-    for state in spec.layer_states():
-        sizes = dict(state.axes)
-        if state.name == "conv":
-            found["conv"] = (sizes["R"], sizes["T"])
-        else:
-            found["recurrent"] = found.get("recurrent", 0) + math.prod(sizes.values())
-    return found
-
-
-def _window(tokens: int | None) -> dict[str, Any]:
-    return {} if tokens is None else {"window": tokens}
-
-
-def _observed(layer: CachedLayer) -> dict[str, Any]:
-    """Return the cache of a layer in the same terms as `_of_spec`, per token."""
-    found = _window(layer.window)
-    for name, shape in layer.tensors.items():
-        if name in ("keys", "values"):
-            found[name] = (shape[0], shape[-1])
-        elif name == "indexer_keys":
-            found[name] = shape[-1:]
-        elif name == "conv_states":
-            # vLLM stores the inputs before the current one, transformers the current one too.
-            found["conv"] = (shape[0], shape[-1] - 1)
-        elif name == "recurrent_states":
-            found["recurrent"] = math.prod(shape)
-        elif name != "indexer_position_ids":
-            found[name] = shape
-    return found
-
-
-def _layers_of(output: Any) -> Any:
+def _cached_layers(output: Any) -> tuple[CachedLayer, ...]:
     cache = getattr(output, "past_key_values", None)
     cache = getattr(output, "cache_params", None) if cache is None else cache
     cache = getattr(cache, "self_attention_cache", cache)
-    return getattr(cache, "layers", ())
+    layers = [*map(_cached, getattr(cache, "layers", ()))]
+    # MiniMax keeps the states of its linear layers next to the layers of its cache.
+    for index, state in enumerate(getattr(cache, "linear_cache", ())):
+        if isinstance(state, torch.Tensor):
+            layers += [CachedLayer({})] * (index + 1 - len(layers))
+            layers[index] = CachedLayer({"recurrent_states": tuple(state.shape[1:])})
+    # RWKV-4 returns two shifted rows and three sums, each of all layers.
+    states = getattr(output, "state", None) or ()
+    for width, depth in [tuple(states[0].shape[1:])] if states else []:
+        row = CachedLayer({"conv_states": (width, 3), "recurrent_states": (len(states) - 2, width)})
+        layers = [row] * depth
+    return tuple(layers)
 
 
 def _cached(layer: Any) -> CachedLayer:

@@ -1,4 +1,4 @@
-"""Check a model against transformers: does it cache what kvatlas read from the config?"""
+"""Check that transformers caches what kvatlas has read from a config."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code, MissingExtraError
+from kvatlas.models.cache_comparison import ENGINES_DIFFER, differences
 from kvatlas.models.layer import Layer
 from kvatlas.models.sources import Source
 
 _HINT = "Report the config at the project's issue tracker, and do not trust the plan"
 
 
-def verify(layers: Sequence[Layer], source: Source) -> str | None:
+def verify(layers: Sequence[Layer], source: Source, longest: int | None) -> str | None:
     """Raise an error if a layer caches something else in transformers than in `layers`.
 
-    If vLLM and transformers are known to cache this model in different forms, nothing is compared,
-    and a warning is returned.
+    `longest` is the longest context in tokens. If vLLM and transformers are known to cache this
+    model in different forms, nothing is compared, and a warning is returned.
     """
     try:
         from kvatlas.models import transformers_oracle as oracle
@@ -24,14 +25,16 @@ def verify(layers: Sequence[Layer], source: Source) -> str | None:
         raise MissingExtraError(error.name or "transformers", "transformers") from error
     config = _config(source)
     text = config.get_text_config(decoder=True)
-    different = oracle.ENGINES_DIFFER.get(text.model_type)
+    different = ENGINES_DIFFER.get(text.model_type)
     if different is not None:
         return f"not verified with transformers: {different}"
     try:
         built = oracle.build_config(text)
     except Exception as error:  # transformers' models fail in many ways
-        raise _refused(source, f"the model cannot be run: {type(error).__name__}: {error}") from error
-    found = oracle.differences(layers, built.layers)
+        raise _refused(
+            source, f"the model cannot be run: {type(error).__name__}: {error}"
+        ) from error
+    found = differences(layers, built.layers, model_type=text.model_type, longest=longest)
     if found:
         raise AtlasError(
             Code.UNKNOWN_ARCHITECTURE,
