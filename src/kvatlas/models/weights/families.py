@@ -156,6 +156,7 @@ _FAMILIES: tuple[tuple[str, Layers, Traits], ...] = (
     ("lfm3", stacked, Traits(norms=4, qk_norm="head", gate="head", tied=True,
                              feed_forward="feed_forward")),
     ("recurrent_gemma", mixed.recurrent_gemma, _TIED),
+    ("rwkv", mixed.rwkv4, Traits(norm_bias=True)),
     ("zamba", mixed.zamba1, Traits(norms=1, tied=True)),
     ("bailing_hybrid", mixed.bailing, Traits()),
     ("hy_v4", mixed.hy_v4, Traits()),

@@ -124,6 +124,25 @@ def _injection(text: Text) -> list[Tensor]:
     return [Tensor("norm", "block_inject_weight", 2 * ways, ways * text.hidden)]
 
 
+def rwkv4(text: Text) -> Iterator[list[Tensor]]:
+    """Yield the tensors of each RWKV-4 layer: time mixing, then channel mixing."""
+    config, hidden = text.config, text.hidden
+    inner = config.count("attention_hidden_size", default=hidden)
+    width = config.count("intermediate_size", default=4 * hidden)
+    tensors = [
+        Tensor("recurrent", "time_decay, time_first", inner, 2),
+        Tensor("recurrent", "time_mix", hidden, 5),
+        *linear("recurrent", "attention.key, value, receptance", 3 * inner, hidden, parts=inner),
+        *linear("recurrent", "attention.output", hidden, inner, parts=inner),
+        *linear("mlp", "feed_forward.key", width, hidden, parts=width),
+        *linear("mlp", "feed_forward.receptance", hidden, hidden),
+        *linear("mlp", "feed_forward.value", hidden, width, parts=width),
+    ]
+    for index in range(text.depth):
+        # The first layer also normalises the embedding.
+        yield [*text.norms(), *tensors, *([norm("pre_ln", hidden, bias=True)] if not index else [])]
+
+
 def mllama(text: Text) -> Iterator[list[Tensor]]:
     """Yield the tensors of each Llama-3.2-Vision layer; some attend to the image instead."""
     config = text.config
