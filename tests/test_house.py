@@ -115,10 +115,10 @@ INTERNAL: dict[str, str] = {
         copying.cuda_driver copying.device_marks copying.memory_copy
     """,
     "cli": """
-        geometry.byte_sizes geometry.integers planning.backends planning.engine_rules
-        planning.fitting
-        planning.plan_data planning.planner planning.plans planning.request
-        planning.sized_layers tier.store_inspection copying.run_bounds
+        geometry.byte_sizes geometry.integers models.weights.formats planning.backends
+        planning.engine_rules planning.fitting planning.plan_data planning.planner
+        planning.plans planning.request planning.sized_layers tier.store_inspection
+        copying.run_bounds
         wire.sample_server
     """,
 }

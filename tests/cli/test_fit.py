@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvatlas.geometry.byte_sizes import size
 from kvatlas.models import Model, Weights, catalogue, find_gpu
 from kvatlas.planning import plan
 from tests.cli.helpers import kvatlas, process, said, shown
@@ -77,6 +78,72 @@ def test_a_config_beside_its_checkpoint_is_taken_at_its_word(tmp_path: Path) -> 
     assert answer["weights_source"] == "safetensors index"
     # A rank pads its vocabulary.
     assert answer["weights_per_rank"] == pytest.approx(total, rel=0.01)
+
+
+STARCODER2_15B = {
+    "model_type": "starcoder2", "architectures": ["Starcoder2ForCausalLM"], "dtype": "bfloat16",
+    "num_hidden_layers": 40, "hidden_size": 6144, "num_attention_heads": 48,
+    "num_key_value_heads": 4, "intermediate_size": 24576, "vocab_size": 49152, "use_bias": True,
+    "max_position_embeddings": 16384, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def config_file(folder: Path, **changed: object) -> str:
+    (folder / "config.json").write_text(json.dumps(STARCODER2_15B | changed))
+    return str(folder)
+
+
+def test_starcoder2_fits_a_gpu_of_48_gb(tmp_path: Path) -> None:
+    """It has 16 billion parameters; its MLP without a gate was counted like Llama's, with one."""
+    (fit,) = said("fit", config_file(tmp_path), "--gpu", "L40S")["fits"]
+    assert fit["refused"] is None
+    assert fit["weights_per_rank"] == pytest.approx(2 * 15_957_889_024, rel=0.001)
+    assert (fit["weights_source"], fit["weights_estimate"]) == ("config, bf16", False)
+
+
+def test_every_output_labels_an_estimate_of_the_weights(tmp_path: Path) -> None:
+    model = config_file(tmp_path, model_type="newcomer", architectures=["NewForCausalLM"])
+    (fit,) = said("fit", model, "--gpu", "H100")["fits"]
+    assert (fit["weights_source"], fit["weights_estimate"]) == ("estimate, bf16", True)
+    reason = "weights: unknown family newcomer: counted like Llama"
+    assert reason in fit["warnings"]
+    text = " ".join(shown("fit", model, "--gpu", "H100").split())
+    assert f"~{size(fit['weights_per_rank'])}" in text
+    assert reason in text
+    assert "~: an estimate" in text
+    for command in ("plan", "explain"):
+        text = " ".join(shown(command, model, "--gpu", "H100").split())
+        assert "of weights (estimate, bf16)" in text
+        assert reason in text
+        assert reason in said(command, model, "--gpu", "H100")["warnings"]
+    rows = said("plan", model, "--gpu", "H100", "--compare", "kv-dtype=auto")["rows"]
+    assert reason in rows[0]["warnings"]
+    page = tmp_path / "map.html"
+    shown("map", model, "--gpu", "H100", "-o", str(page))
+    assert '"weights_source":"estimate, bf16"' in page.read_text()
+    assert "unknown family newcomer" in page.read_text()
+
+
+def test_weights_that_do_not_fit_are_reported_with_their_source(tmp_path: Path) -> None:
+    model = config_file(tmp_path, model_type="newcomer", architectures=["NewForCausalLM"])
+    (fit,) = said("fit", model, "--gpu", "L40S")["fits"]
+    assert "(estimate, bf16; unknown family newcomer" in fit["refused"]["message"]
+    assert any("unknown family" in warning for warning in fit["warnings"])
+    assert "unknown family newcomer" in " ".join(shown("fit", model, "--gpu", "L40S").split())
+    refused = kvatlas("plan", model, "--gpu", "L40S")
+    assert refused.exit_code == 2
+    assert "unknown family newcomer" in " ".join(refused.stderr.split())
+
+
+def test_the_format_of_the_weights_can_be_set() -> None:
+    for command in ("plan", "fit"):
+        answer = said(command, "Qwen3-8B", "--gpu", "H100", "--weights-dtype", "nvfp4")
+        fit = answer["gpu"] if command == "plan" else answer["fits"][0]
+        weights = Weights.load("Qwen3-8B", dtype="nvfp4")
+        assert fit["weights_per_rank"] == weights.per_rank()
+        assert fit["weights_source"] == "weights_dtype, nvfp4, groups of 16"
+    for args in (("--weights-dtype", "fp8"), ("--gpu", "H100", "--weights-dtype", "fp7")):
+        assert kvatlas("plan", "Qwen3-8B", *args).exit_code == 2
 
 
 def test_one_unknown_model_or_gpu_is_a_refusal() -> None:

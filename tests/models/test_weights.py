@@ -178,7 +178,11 @@ def test_what_a_checkpoint_leaves_out_stays_in_16_bits() -> None:
 
 def test_an_expression_that_could_take_for_ever_matches_nothing() -> None:
     section = {"quant_method": "modelopt", "quant_algo": "FP8"}
-    assert sized(**section, ignore=["re:(a+)+$", "re:((", "*" * 50, 7]) == sized(**section)
+    ignore = ["re:(a+)+$", "re:((", "*" * 50, 7]
+    weights = Weights.load({**SMALL, "quantization_config": {**section, "ignore": ignore}})
+    assert weights.bytes == sized(**section)[0]
+    assert weights.source == "estimate, fp8"
+    assert "3 patterns" in weights.warnings[0]
 
 
 def test_a_quantisation_nobody_knows_is_said() -> None:
@@ -226,7 +230,8 @@ def test_a_dtype_nobody_states_is_said_to_be_assumed() -> None:
 def test_a_family_nobody_described_is_counted_like_llama_and_says_so() -> None:
     weights = Weights.load({**SMALL, "model_type": "newcomer", "architectures": ["NewForCausalLM"]})
     assert weights.parameters == Weights.load(SMALL).parameters
-    assert weights.source == "assumed bf16"
+    assert weights.source == "estimate, bf16"
+    assert weights.estimate
     assert "newcomer" in weights.warnings[0]
 
 

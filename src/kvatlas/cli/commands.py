@@ -154,6 +154,9 @@ def fit(
     overhead: Annotated[
         str, typer.Option(help="GPU memory that is neither weights nor cache.")
     ] = "3GiB",
+    weights_dtype: Annotated[
+        str | None, typer.Option(help="Format of the weights: fp8, nvfp4, ...")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Find the topology on which each model serves the most users.
@@ -162,6 +165,7 @@ def fit(
     the exit code is 2.
     """
     options = {"kv_dtype": kv_dtype, "max_len": max_len, "in_flight": in_flight}
+    options |= {"weights_dtype": weights_dtype}
     found, failed = fit_models(models, gpu, utilization=utilization, overhead=overhead, **options)
     if found or as_json:
         fits = [one.as_dict() for one in found]
@@ -209,7 +213,8 @@ def explain(
     lines = planned.plan.explain().splitlines()
     facts = {**planned.facts(), "explain": [line.strip() for line in lines]}
     # The headline already contains the content of the first two sentences.
-    answer(as_json, facts, headline(facts), *planned.machine(), sentences(lines[2:]))
+    about = notes(planned.fit.warnings[: len(planned.fit.weights_warnings)]) if planned.fit else []
+    answer(as_json, facts, headline(facts), *planned.machine(), sentences(lines[2:]), *about)
 
 
 command(

@@ -8,7 +8,14 @@ import typer
 from rich.text import Text
 
 from kvatlas.cli.failures import plain
-from kvatlas.cli.options import DEFAULT_MEMORY, POLICIES, PlanOptions, contradictory, number
+from kvatlas.cli.options import (
+    DEFAULT_MEMORY,
+    POLICIES,
+    PlanOptions,
+    contradictory,
+    number,
+    plan_in,
+)
 from kvatlas.errors import AtlasError
 from kvatlas.geometry import ENGINE_LAYOUTS
 from kvatlas.models import Model
@@ -148,11 +155,13 @@ def _compared(options: PlanOptions, model: Model, axis: str, value: str) -> Row:
     row |= {axis: shown} if axis in ("policy", "tp") else {}
     changed = {AXES[axis]: shown}
     try:
-        made = options.plan(**{"model": model, **changed})
+        found = options.fit(**{"model": model, **changed})
+        made = plan_in(found)
     except AtlasError as refusal:
         return row | {"refused": {"code": str(refusal.code), "message": str(refusal)}}
     summary = made.summary()
     row |= {name: summary[name] for name in _FIGURES} | {"way": way_of(made)}
+    row["warnings"] = list(found.warnings)
     replicas = changed.get("dp", options.dp)
     for name in ("tokens", "requests_at_max_len", "requests_decoding"):
         row[name] *= replicas

@@ -12,7 +12,7 @@ from rich.text import Text
 from kvatlas.cli.failures import plain
 from kvatlas.cli.fitted_table import FittedTable
 from kvatlas.cli.merged_notes import merged_notes
-from kvatlas.cli.options import PlanOptions
+from kvatlas.cli.options import PlanOptions, plan_in
 from kvatlas.cli.tables import headline, indented, labelled_notes, plan_details, table
 from kvatlas.errors import AtlasError
 from kvatlas.geometry.byte_sizes import size
@@ -39,6 +39,7 @@ class PlanOnMachine:
         facts = self.plan.summary()
         if self.fit is not None:
             facts["gpu"] = self.fit.as_dict()
+            facts["warnings"] = list(self.fit.warnings)
             facts["suggestions"] = [one.as_dict() for one in self.suggestions]
         return facts | ({"dp": self.dp} if self.dp > 1 else {})
 
@@ -70,13 +71,12 @@ class PlanOnMachine:
 def plan_on(options: PlanOptions) -> PlanOnMachine:
     """Return the plan with these options and, if `--gpu` was given, its fit on the GPUs."""
     found = options.fit()
+    made = plan_in(found)
     if isinstance(found, Plan):
-        return PlanOnMachine(found, None, options.dp)
-    if found.plan is None:
-        raise found.refusal or AssertionError("neither a plan nor a refusal")
+        return PlanOnMachine(made, None, options.dp)
     better = options.fitting().suggestions(found.topology)
     more = tuple(one for one in better if one.users() > found.users())
-    return PlanOnMachine(found.plan, found, found.topology.dp, more)
+    return PlanOnMachine(made, found, found.topology.dp, more)
 
 
 def _memory_line(fit: Fit, made: Plan) -> str:
@@ -100,7 +100,7 @@ def fit_models(
     for model in models:
         try:
             Model.load(model)
-            Weights.load(model)
+            Weights.load(model, dtype=options.get("weights_dtype"))
         except AtlasError as refusal:
             failed.append(refusal)
             continue
@@ -124,13 +124,13 @@ def fit_parts(fits: list[Fit], gpus: str, max_len: str | None) -> list[Renderabl
         (one.model, f"{why.problem}. Got {why.got}.") for one in fits if (why := one.refusal)
     ]
     told = [Text(plain(reason), style="yellow") for reason in merged_notes(reasons)]
-    warnings = [
-        (one.model, warning) for one in fitting if one.plan for warning in one.plan.warnings
-    ]
+    warnings = [(one.model, warning) for one in fits for warning in one.warnings]
     legend = (
         "weights, cache: memory on each GPU. prefill, decode: requests of the greatest length "
         "that all replicas serve at once while all of them prefill, or all decode."
     )
+    if any(one.weights_estimate for one in fitting):
+        legend += " ~: an estimate."
     shown: list[RenderableType] = [Text(answer), indented(made), *told]
     return [*shown, *labelled_notes(warnings), Text(legend, style="dim")]
 
@@ -147,7 +147,7 @@ def _fit_table(fits: list[Fit], sizes_per_line: int, *, lengths: bool) -> Fitted
         made.add_row(
             name,
             _broken(str(one.topology), sizes_per_line),
-            size(one.weights),
+            ("~" if one.weights_estimate else "") + size(one.weights),
             size(one.plan.memory),
             f"{one.users(decoding=False):,}",
             f"{one.users():,}",

@@ -19,6 +19,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ENGINE_LAYOUTS
 from kvatlas.geometry.integers import positive
 from kvatlas.models import GPUS, Model, catalogue, find_gpus
+from kvatlas.models.weights.formats import NAMED_FORMATS
 from kvatlas.planning import BACKENDS, Fit, Fitting, Plan, Policy, plan
 from kvatlas.planning.engine_rules import CHIPS, RELEASES
 from kvatlas.planning.fitting import given_topology
@@ -30,7 +31,7 @@ CACHES = tuple(dict.fromkeys((*ATTENTION_CACHES, *LATENT_CACHES)))
 
 DEFAULT_MEMORY = "80GiB"
 _TOPOLOGY = ("tp", "pp", "dp", "dcp", "ep")
-_OF_GPUS = {"gpu": None, "utilization": None, "overhead": None, "ep": 1}
+_OF_GPUS = {"gpu": None, "utilization": None, "overhead": None, "weights_dtype": None, "ep": 1}
 """Options that require --gpu, and their defaults."""
 _COUNTS = {
     "tp": "tensor-parallel ranks",
@@ -95,6 +96,7 @@ _GPU = (
 _UTILIZATION = (
     "With --gpu: share of the GPU memory that the engine may use. [dim]By default 0.9.[/]"
 )
+_WEIGHTS = "With --gpu: format of the weights: fp8, nvfp4, ... [dim]By default the checkpoint's.[/]"
 _OVERHEAD = "With --gpu: memory that is neither weights nor cache. [dim]By default 3GiB.[/]"
 _TP = "Tensor-parallel ranks. [dim]By default 1; with --gpu, GPUs / (pp x dp).[/]"
 _IN_FLIGHT = (
@@ -132,6 +134,7 @@ class PlanOptions:
     memory: Annotated[str | None, _option(_MEMORY, _MACHINE)] = None
     utilization: Annotated[float | None, _option(_UTILIZATION, _MACHINE)] = None
     overhead: Annotated[str | None, _option(_OVERHEAD, _MACHINE)] = None
+    weights_dtype: Annotated[str | None, _option(_WEIGHTS, _MACHINE, *NAMED_FORMATS)] = None
     tp: Annotated[int | None, _option(_TP, _MACHINE)] = None
     pp: Annotated[int, _option("Pipeline stages.", _MACHINE)] = 1
     dp: Annotated[int, _option("Data-parallel replicas, each with its own cache.", _MACHINE)] = 1
@@ -192,12 +195,7 @@ class PlanOptions:
 
     def plan(self, **changes: Any) -> Plan:
         """Return the plan with these options, some of them replaced by `changes`."""
-        found = self.fit(**changes)
-        if isinstance(found, Plan):
-            return found
-        if found.plan is None:
-            raise found.refusal or AssertionError("neither a plan nor a refusal")
-        return found.plan
+        return plan_in(self.fit(**changes))
 
     def fit(self, **changes: Any) -> Plan | Fit:
         """Return a plan for a cache of size `memory` or, if `gpu` is set, a fit on these GPUs.
@@ -211,8 +209,9 @@ class PlanOptions:
             return self.fitting(**changes).on(given_topology(count, **sizes))
         for name, default in _OF_GPUS.items():
             if options.pop(name) != default:
-                hint = f"Add --gpu, or omit --{name}"
-                raise contradictory(f"--{name} without --gpu", hint, f"--{name} requires --gpu")
+                flag = "--" + name.replace("_", "-")
+                hint = f"Add --gpu, or omit {flag}"
+                raise contradictory(f"{flag} without --gpu", hint, f"{flag} requires --gpu")
         positive(options.pop("dp"), "dp")
         options["memory"] = DEFAULT_MEMORY if options["memory"] is None else options["memory"]
         options["tp"] = 1 if options["tp"] is None else options["tp"]
@@ -246,6 +245,15 @@ class PlanOptions:
     def load(self) -> Model:
         """Load the config of the model."""
         return Model.load(self.model)
+
+
+def plan_in(found: Plan | Fit) -> Plan:
+    """Return a plan, or the plan of a fit; if the model does not fit, raise the fit's error."""
+    if isinstance(found, Plan):
+        return found
+    if found.plan is None:
+        raise found.refusal or AssertionError("neither a plan nor a refusal")
+    return found.plan
 
 
 def contradictory(

@@ -147,6 +147,8 @@ class Map:
             "gpu": gpu.name,
             "memory": gpu.memory,
             "weights": self.fit.weights,
+            "weights_source": self.fit.weights_source,
+            "weights_warnings": list(self.fit.weights_warnings),
             "overhead": self.fit.overhead,
         }
 

@@ -126,7 +126,7 @@ function memoryParts() {
   if (!machine) return [...parts, slack];
   const taken = machine.weights + machine.overhead + mine.memory;
   return [
-    { name: "weights", bytes: machine.weights, more: "of the model, on this rank", fill: word(7) },
+    { name: "weights", bytes: machine.weights, more: ["of the model, on this rank", machine.weights_source, ...machine.weights_warnings].join("; "), fill: word(7) },
     ...parts, slack,
     { name: "overhead", bytes: machine.overhead, more: "contexts, activations, graphs", fill: word(3) },
     { name: "free", bytes: Math.max(0, machine.memory - taken), more: "not used by the engine" },

@@ -111,11 +111,17 @@ def find_gpus(text: str) -> tuple[int, Gpu]:
 
 
 def memory_for_cache(
-    gpu: Gpu, weights: int, *, utilization: float = 0.9, overhead: int = OVERHEAD
+    gpu: Gpu,
+    weights: int,
+    *,
+    utilization: float = 0.9,
+    overhead: int = OVERHEAD,
+    weights_source: str = "",
 ) -> int:
     """Return the bytes per rank left for caches: `utilization` x memory - weights - overhead.
 
     `weights` is the size in bytes on the rank that holds the most (`Weights.per_rank`).
+    `weights_source` is its origin (`Weights.source`), for the error message.
 
     >>> memory_for_cache(find_gpu("H100"), 16_060_522_496) // GIB
     53
@@ -142,9 +148,10 @@ smaller weights. [weights_too_large]
     if left > 0:
         return left
     article = "an" if gpu.name[0] in "AHLM" else "a"
+    origin = f" ({weights_source})" if weights_source else ""
     raise AtlasError(
         Code.WEIGHTS_TOO_LARGE,
-        got=f"{size(weights)} of weights and {size(overhead)} of overhead per rank "
+        got=f"{size(weights)} of weights{origin} and {size(overhead)} of overhead per rank "
         f"for {size(usable)}, {utilization:.0%} of {article} {gpu.name}",
         hint="Use more ranks, a larger GPU or smaller weights",
     )

@@ -151,19 +151,47 @@ def _with_quantisation(values: dict[str, Any], path: Path) -> dict[str, Any]:
     return {**values, "quantization_config": {"quant_method": "modelopt", **section}}
 
 
-def checkpoint_bytes(source: Source) -> int | None:
-    """Return the total bytes of all tensors from a safetensors index next to the config.
+class CheckpointSize(NamedTuple):
+    """The bytes of all tensors of a checkpoint, and the kind of file that contains this number."""
 
-    Returns None if there is no index, or if it has no valid total.
+    bytes: int
+    source: str
+
+
+def checkpoint_size(source: Source) -> CheckpointSize | None:
+    """Return the bytes of all tensors from a safetensors index or file next to the config.
+
+    Returns None if there is neither, or if it has no valid total.
     """
-    found = _sibling(source.path, "model.safetensors.index.json") if source.path else None
-    if found is None:
+    if source.path is None:
         return None
-    metadata = _json_object(found, LARGEST_INDEX).get("metadata")
+    if found := _sibling(source.path, "model.safetensors.index.json"):
+        total = _index_total(found)
+        return CheckpointSize(total, "safetensors index") if total else None
+    if found := _sibling(source.path, "model.safetensors"):
+        total = _tensor_bytes(found)
+        return CheckpointSize(total, "safetensors file") if total else None
+    return None
+
+
+def _index_total(index: Path) -> int | None:
+    metadata = _json_object(index, LARGEST_INDEX).get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     if isinstance(total, bool) or not isinstance(total, int | float):  # some tools write a float
         return None
     return int(total) if 0 < total < 2**53 else None
+
+
+def _tensor_bytes(file: Path) -> int | None:
+    """Return the bytes after the header of a safetensors file; None if it is not such a file."""
+    try:
+        with file.open("rb") as opened:
+            start = opened.read(9)
+        rest = file.stat().st_size - 8
+    except OSError:
+        return None
+    header = int.from_bytes(start[:8], "little")
+    return rest - header if start[8:] == b"{" and 0 < header < rest else None
 
 
 def _sibling(path: Path, name: str) -> Path | None:

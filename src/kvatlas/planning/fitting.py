@@ -72,6 +72,10 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Bytes of weights on the rank that holds the most."""
     weights_source: str = ""
     """How `weights` was determined, as in `Weights.source`."""
+    weights_estimate: bool = False
+    """Whether `weights` is an estimate, as in `Weights.estimate`."""
+    weights_warnings: tuple[str, ...] = ()
+    """Assumptions about the weights, as in `Weights.warnings`."""
     overhead: int = OVERHEAD
     utilization: float = 0.9
     plan: Plan | None = None
@@ -102,6 +106,12 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             return (True, not self.weights, self.weights)
         return (False, self.topology.pp, -self.users(), self.topology.dp)
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The warnings about the weights, then those of the plan."""
+        notes = (f"weights: {warning}" for warning in self.weights_warnings)
+        return (*notes, *(self.plan.warnings if self.plan else ()))
+
     def as_dict(self) -> dict[str, Any]:
         """Return the fit as a JSON object."""
         refused = self.refusal and {"code": str(self.refusal.code), "message": str(self.refusal)}
@@ -112,6 +122,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             **msgspec.structs.asdict(self.topology),
             "weights_per_rank": self.weights,
             "weights_source": self.weights_source,
+            "weights_estimate": self.weights_estimate,
             "overhead": self.overhead,
             "utilization": self.utilization,
             "memory": self.plan.memory if self.plan else 0,
@@ -119,7 +130,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             "in_flight": self.plan.in_flight if self.plan else None,
             "users_prefilling": self.users(decoding=False),
             "users_decoding": self.users(),
-            "warnings": list(self.plan.warnings) if self.plan else [],
+            "warnings": list(self.warnings),
             "refused": refused,
         }
 
@@ -127,7 +138,8 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 class Fitting:
     """Fits one model on GPUs of one kind, in any topology.
 
-    `options` are passed to `plan()`. They must not include the memory or the topology.
+    `weights_dtype` is the format of the weights; by default it is that of the checkpoint. `options`
+    are passed to `plan()`. They must not include the memory or the topology.
     """
 
     def __init__(
@@ -137,9 +149,10 @@ class Fitting:
         *,
         utilization: float = 0.9,
         overhead: int | str = OVERHEAD,
+        weights_dtype: str | None = None,
         **options: Any,
     ) -> None:
-        self.weights = Weights.load(model)
+        self.weights = Weights.load(model, dtype=weights_dtype)
         kv_dtype = options.pop("kv_dtype", None)
         self.model = Model.load(model)
         if kv_dtype is not None:
@@ -157,7 +170,11 @@ class Fitting:
             stages = stage_layers(self.model.depth, topology.pp)
             held = self.weights.per_rank(tp=topology.tp, ep=topology.ep, stage_layers=stages)
             memory = memory_for_cache(
-                self.gpu, held, utilization=self.utilization, overhead=self.overhead
+                self.gpu,
+                held,
+                utilization=self.utilization,
+                overhead=self.overhead,
+                weights_source=self._weights_origin,
             )
             made = plan(
                 self.model,
@@ -212,6 +229,12 @@ class Fitting:
         return tp // heads if tp % heads == 0 else 1
 
     @property
+    def _weights_origin(self) -> str:
+        """The source of the weights' size; for an estimate, also the reasons."""
+        source = self.weights.source
+        return "; ".join((source, *self.weights.warnings)) if self.weights.estimate else source
+
+    @property
     def _has_experts(self) -> bool:
         return "experts" in self.weights.classes
 
@@ -236,6 +259,8 @@ class Fitting:
             topology=topology,
             weights=weights,
             weights_source=self.weights.source,
+            weights_estimate=self.weights.estimate,
+            weights_warnings=self.weights.warnings,
             overhead=self.overhead,
             utilization=self.utilization,
             plan=made,
@@ -260,7 +285,8 @@ def fit(
     their defaults, the topology with the most users is searched. `model` is anything that
     `Weights.load` takes; a `Model` is not enough, because it has no weights. Options are
     `utilization`, the fraction of GPU memory to use (0.9 by default), `overhead`, the bytes per GPU
-    for everything except weights and cache, and the options of `plan()`.
+    for everything except weights and cache, `weights_dtype`, the format of the weights if it is
+    not that of the checkpoint, and the options of `plan()`.
 
     >>> found = fit("Llama-3.1-8B", "2xH100", max_len="32K")
     >>> print(found.topology, found.users())

@@ -1,7 +1,7 @@
 """`Weights`: a model's parameters and bytes, by class and per rank.
 
 Parameters are counted exactly, from the config. Bytes follow from the checkpoint's format and
-include scales. If a safetensors index is next to the config, its total is used, and the
+include scales. If a safetensors index or file is next to the config, its total is used, and the
 classes are scaled to match it. `warnings` lists all assumptions.
 """
 
@@ -9,23 +9,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry.byte_sizes import size
 from kvatlas.geometry.integers import natural
+from kvatlas.models.class_defaults import missing_defaults
 from kvatlas.models.config import Config
 from kvatlas.models.model import Model, read_model, text_of
-from kvatlas.models.sources import Source, checkpoint_bytes, find_config
+from kvatlas.models.sources import CheckpointSize, Source, find_config
+from kvatlas.models.weights.checkpoint_format import CheckpointFormat, Origin, checkpoint_format
 from kvatlas.models.weights.decoders import Text, Traits, stacked
 from kvatlas.models.weights.families import FAMILIES, UNVERIFIED
-from kvatlas.models.weights.formats import Format, Quantisation, plain, quantisation
+from kvatlas.models.weights.formats import Format
+from kvatlas.models.weights.outer import after_layers, before_layers, tied, vocabulary
 from kvatlas.models.weights.tensor import Tensor, TensorClass, linear, norm
 from kvatlas.models.weights.towers import tower
 
 VOCABULARY_MULTIPLE = 64
 """vLLM pads the vocabulary of each rank to a multiple of this number of rows."""
+
+_TOLERANCE = 0.05
+"""Relative difference between a checkpoint's size and its config that is not reported."""
 
 Stored = tuple[Tensor, Format]
 
@@ -55,18 +62,23 @@ class Weights:
     """Whether lm_head shares the embedding's weights."""
     label: str
     """A description of the weight format."""
-    assumed: bool
-    """Whether the dtype or the shapes of the layers are assumed instead of read from the config."""
-    index_total: int | None = None
-    """Bytes of all tensors according to a safetensors index, if there is one."""
+    origin: Origin = "config"
+    """Where the format was found; `estimate` if the format or a part of the count is uncertain."""
+    total: CheckpointSize | None = None
+    """Bytes of all tensors according to a safetensors index or file, if there is one."""
     warnings: tuple[str, ...] = ()
     """Assumptions, and parts of the model that are not counted."""
 
     @classmethod
-    def load(cls, source: Any) -> Weights:
+    def load(cls, source: Any, *, dtype: str | None = None) -> Weights:
         """Count the weights of a model from its config.
 
-        `source` is a path, a mapping, a transformers config, a catalogue name or a hub id.
+        `source` is a path, a mapping, a transformers config, a catalogue name or a hub id. `dtype`
+        is the format of the matrices, such as `fp8` or `nvfp4` (see `NAMED_FORMATS`); by default
+        it is the format of the checkpoint.
+
+        >>> Weights.load("Llama-3.1-8B", dtype="fp8").bytes
+        9081202432
         """
         if isinstance(source, Model):
             raise AtlasError(
@@ -75,7 +87,7 @@ class Weights:
                 got=f"model {source.name}",
                 hint="Load the weights from the model's config, path or name",
             )
-        return _read(find_config(source))
+        return _read(find_config(source), dtype)
 
     @cached_property
     def classes(self) -> dict[TensorClass, ClassTotal]:
@@ -83,8 +95,8 @@ class Weights:
         totals: dict[TensorClass, ClassTotal] = {}
         for tensor, format_ in self._all():
             had = totals.get(tensor.kind, ClassTotal(0, 0))
-            size = round(format_.bytes_of(tensor) * self._scale)
-            totals[tensor.kind] = ClassTotal(had.parameters + tensor.elements, had.bytes + size)
+            held = round(format_.bytes_of(tensor) * self._scale)
+            totals[tensor.kind] = ClassTotal(had.parameters + tensor.elements, had.bytes + held)
         return totals
 
     @property
@@ -100,14 +112,21 @@ class Weights:
     @property
     def bytes(self) -> int:
         """Bytes of the checkpoint, including MTP layers if it has them."""
-        return self.index_total or self._derived
+        return self.total.bytes if self.total else self._derived
+
+    @property
+    def estimate(self) -> bool:
+        """Whether `bytes` is an estimate; `warnings` lists the reasons."""
+        return self.origin == "estimate" and self.total is None
 
     @property
     def source(self) -> str:
-        """Origin of the number in `bytes`: a safetensors index, the config or an assumption."""
-        if self.index_total is not None:
-            return "safetensors index"
-        return f"assumed {self.label}" if self.assumed else f"config, {self.label}"
+        """Origin of the number in `bytes`: a checkpoint's file, the config, or an estimate."""
+        if self.total is not None:
+            return self.total.source
+        if self.origin == "assumed":
+            return f"assumed {self.label}"
+        return f"{self.origin}, {self.label}"
 
     def per_rank(
         self,
@@ -159,7 +178,8 @@ class Weights:
         stages[0] += _held(self.first, tp, ep)
         stages[-1] += _held(self.last, tp, ep)
         if self.tied and len(stages) > 1:  # the last stage uses the embedding as its lm_head
-            stages[-1] += _held([x for x in self.first if x[0].kind == "embedding"], tp, ep)
+            rows = [x for x in self.first if x[0].kind == "embedding" and x[0].parts > 1]
+            stages[-1] += _held(rows, tp, ep)
         if mtp:
             stages[-1] += _held(self.predictors, tp, ep)
         return round(max(stages) * self._scale)
@@ -178,6 +198,15 @@ class Weights:
     def _derived(self) -> int:
         return sum(format_.bytes_of(tensor) for tensor, format_ in self._all())
 
+    def _contradiction(self) -> list[str]:
+        """Return a list with a warning if the checkpoint's files and the config differ in size."""
+        if self.total is None or abs(self._scale - 1) <= _TOLERANCE:
+            return []
+        return [
+            f"the {self.total.source} lists {size(self.total.bytes)} of tensors, and the config "
+            f"implies {size(self._derived)}: using the {self.total.source}"
+        ]
+
     @property
     def _scale(self) -> float:
         return self.bytes / self._derived
@@ -195,7 +224,7 @@ def _held(stored: Sequence[Stored], tp: int, ep: int) -> float:
     """Return the bytes of weights on one rank, with the vocabulary padded as in vLLM."""
     total = 0.0
     for tensor, format_ in stored:
-        if tensor.kind in ("embedding", "lm_head"):
+        if tensor.kind in ("embedding", "lm_head") and tensor.parts > 1:
             unit = VOCABULARY_MULTIPLE * tp
             rows = -(-tensor.rows // unit) * VOCABULARY_MULTIPLE
             total += format_.bytes_of(tensor._replace(rows=rows))
@@ -204,41 +233,48 @@ def _held(stored: Sequence[Stored], tp: int, ep: int) -> float:
     return total
 
 
-def _read(source: Source) -> Weights:
+def _read(source: Source, dtype: str | None) -> Weights:
     model, warnings = read_model(source), list[str]()
     root = Config(source.values)
     text_config = text_of(root)
+    if not source.confidence:  # entries of the catalogue have all keys that matter
+        defaults = missing_defaults(text_config, text_config.text("model_type"))
+        text_config = text_config.completed(defaults)
     model_type = _described_type(root, text_config, model.architecture)
     layers_of, traits = FAMILIES.get(model_type, (stacked, Traits()))
-    doubt = _doubt(model_type, text_config)
-    warnings += doubt
+    warnings += _doubt(model_type, text_config)
+    if traits.decodes and "ForConditionalGeneration" in model.architecture:
+        warnings.append(f"only the decoder of {model_type} is counted")
     caches: list[list[Any]] = [[] for _ in range(model.depth)]
     for layer in model.layers:
         caches[layer.index].append(layer.spec)
     text = Text(text_config, traits, tuple(tuple(specs) for specs in caches))
-    scheme = quantisation(root, text_config, warnings)
-    stated = any(config.has("dtype", "torch_dtype") for config in (root, text_config))
-    element = plain(model.dtype)
+    tied_head = tied(root, text_config, traits)
+    embedding, head = vocabulary(text)
+    first = [
+        *embedding,
+        *before_layers(text),
+        *tower(root, text_config, model.architecture, warnings),
+    ]
+    doubtful = bool(warnings)
+    formats = checkpoint_format(source, root, text_config, model.dtype, dtype, warnings)
     layers = [
-        _stored(tensors, scheme, element, f"layers.{index}")
+        _stored(tensors, formats, f"layers.{index}")
         for index, tensors in enumerate(layers_of(text))
     ]
-    tied = _tied(root, text_config, traits)
-    embedding, head = _vocabulary(text_config)
-    last = [norm("norm", text.hidden, bias=traits.norm_bias), *_last_tensors(text)]
-    first = [embedding, *_first_tensors(text), *tower(root, text_config, warnings)]
-    return Weights(
+    made = Weights(
         name=model.name,
-        first=_stored(first, scheme, element),
+        first=_stored(first, formats),
         layers=tuple(layers),
-        last=_stored([*last, *([] if tied else [head])], scheme, element),
-        predictors=_predictors(text, layers, scheme, element),
-        tied=tied,
-        label=scheme.label if scheme else element.label,
-        assumed=bool(doubt) or not (stated or scheme),
-        index_total=checkpoint_bytes(source),
+        last=_stored([*after_layers(text), *([] if tied_head else head)], formats),
+        predictors=_predictors(text, layers, formats),
+        tied=tied_head,
+        label=formats.label,
+        origin="estimate" if doubtful else formats.origin,
+        total=formats.total,
         warnings=tuple(warnings),
     )
+    return replace(made, warnings=(*warnings, *made._contradiction()))
 
 
 def _described_type(root: Config, text: Config, architecture: str) -> str:
@@ -255,64 +291,22 @@ def _doubt(model_type: str, config: Config) -> list[str]:
     """Return a list with a warning if the parameter count of a model type was not verified."""
     if model_type not in FAMILIES:
         return [f"unknown family {model_type or '(none)'}: counted like Llama"]
-    if model_type in UNVERIFIED or config.has("attn_res_block_size"):  # Kimi-K3
+    # Kimi-K3, and Qwen4 with embeddings of n-grams
+    if model_type in UNVERIFIED or config.has("attn_res_block_size") or config.get("ple_layer_ids"):
         return ["this count was not checked against another implementation"]
     return []
 
 
 def _stored(
-    tensors: Sequence[Tensor], scheme: Quantisation | None, element: Format, prefix: str = ""
+    tensors: Sequence[Tensor], formats: CheckpointFormat, prefix: str = ""
 ) -> tuple[Stored, ...]:
-    made = []
-    for tensor in tensors:
-        name = f"{prefix}.{tensor.name}" if prefix else tensor.name
-        made.append((tensor, (scheme and scheme.format_of(name, tensor)) or element))
-    return tuple(made)
-
-
-def _vocabulary(config: Config) -> tuple[Tensor, Tensor]:
-    rows, hidden = config.count("vocab_size"), config.hidden()
-    embedding = Tensor("embedding", "embed_tokens", rows, hidden, parts=rows)
-    return embedding, Tensor("lm_head", "lm_head", rows, hidden, parts=rows, linear=True)
-
-
-def _tied(root: Config, text: Config, traits: Traits) -> bool:
-    for config in (text, root):
-        if config.has("tie_word_embeddings"):
-            return config.flag("tie_word_embeddings")
-    return traits.tied
-
-
-def _first_tensors(text: Text) -> list[Tensor]:
-    """Return the per-layer embeddings of the small Gemma-4 models; empty for other models."""
-    config, width = text.config, text.config.size("hidden_size_per_layer_input")
-    if not width:
-        return []
-    wide, rows = width * text.depth, config.count("vocab_size_per_layer_input", "vocab_size")
-    return [
-        Tensor("embedding", "embed_tokens_per_layer", rows, wide, parts=rows),
-        *linear("mlp", "per_layer_model_projection", wide, text.hidden),
-        norm("per_layer_projection_norm", width),
-    ]
-
-
-def _last_tensors(text: Text) -> list[Tensor]:
-    """Return the weights that mix DeepSeek-V4's residual streams after the layers.
-
-    The list is empty for other models.
-    """
-    ways = text.config.maybe("hc_mult")
-    if not ways:
-        return []
-    mix = Tensor("norm", "hc_head_fn", ways, ways * text.hidden)
-    return [mix, Tensor("norm", "hc_head_base, hc_head_scale", ways + 1)]
+    names = (f"{prefix}.{tensor.name}" if prefix else tensor.name for tensor in tensors)
+    pairs = zip(tensors, names, strict=True)
+    return tuple((tensor, formats.format_of(name, tensor)) for tensor, name in pairs)
 
 
 def _predictors(
-    text: Text,
-    layers: Sequence[Sequence[Stored]],
-    scheme: Quantisation | None,
-    element: Format,
+    text: Text, layers: Sequence[Sequence[Stored]], formats: CheckpointFormat
 ) -> tuple[Stored, ...]:
     """Return the weights of MTP layers: copies of the last layer, plus a projection and norms."""
     number, hidden = text.config.predictors(), text.hidden
@@ -321,11 +315,11 @@ def _predictors(
     each = [tensor for tensor, _ in layers[-1]]
     each += [*linear("mtp", "eh_proj", hidden, 2 * hidden), norm("norms", 3 * hidden)]
     if text.traits.mtp == "embeds":
-        each += _vocabulary(text.config)
+        each += [tensor for part in vocabulary(text) for tensor in part]
     made: list[Stored] = []
     for index in range(number):
-        named = _stored(each, scheme, element, f"layers.{text.depth + index}")
-        also = _stored(each, scheme, element, f"mtp.layers.{index}")
+        named = _stored(each, formats, f"layers.{text.depth + index}")
+        also = _stored(each, formats, f"mtp.layers.{index}")
         # Checkpoints use both names: a tensor is unquantised if either name is ignored.
         made += [a if a[1].bits >= b[1].bits else b for a, b in zip(named, also, strict=True)]
     return tuple((tensor._replace(kind="mtp"), format_) for tensor, format_ in made)

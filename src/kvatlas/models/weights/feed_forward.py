@@ -19,8 +19,9 @@ _SHARED_WIDTH = (
 )  # fmt: skip
 _WIDTH = (
     "intermediate_size_mlp", "dense_intermediate_size", "intermediate_size", "n_inner",
-    "decoder_ffn_dim", "ffn_dim", "ffn_hidden_size",
+    "decoder_ffn_dim", "ffn_dim", "ffn_hidden_size", "dim_ff", "dff",
 )  # fmt: skip
+_RATIO = ("expansion_ratio", "intermediate_multiple_size")
 
 
 def mlp(
@@ -47,15 +48,16 @@ def mlp(
     )  # fmt: skip
 
 
-def mlp_width(config: Config) -> int:
-    """Return the width of a dense layer's MLP."""
+def mlp_width(config: Config, *, ratio: int = 0) -> int:
+    """Return the width of a dense layer's MLP: `ratio` x hidden size if the config has none."""
     # LFM2 uses 2/3 of the width in its config, rounded up to a multiple of block_multiple_of.
     if config.flag("block_auto_adjust_ff_dim"):
         width = 2 * config.count("block_ff_dim", "intermediate_size") // 3
         scale, unit = config.get("block_ffn_dim_multiplier"), config.count("block_multiple_of")
         width = int((1 if scale is None else scale) * width)
         return -(-width // unit) * unit
-    return config.count(*_WIDTH)
+    default = config.count(*_RATIO, default=ratio) * config.hidden() if ratio else None
+    return config.count(*_WIDTH, default=default)
 
 
 def experts(
@@ -115,6 +117,8 @@ def sparse_layers(config: Config, depth: int) -> list[bool]:
     if named := config.text("moe_layers_enum"):
         chosen = set(named.split(","))
         return [str(index) in chosen for index in range(depth)]
+    if config.has("moe_layer_start_index"):
+        return _between(config, depth)
     first = config.natural("first_k_dense_replace") or config.natural("num_dense_layers")
     step = config.maybe("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq") or 1
     period, offset = config.maybe("expert_layer_period"), config.natural("expert_layer_offset")
@@ -126,5 +130,15 @@ def sparse_layers(config: Config, depth: int) -> list[bool]:
     return [i >= first and i not in dense and (i + 1) % step == 0 for i in range(depth)]
 
 
+def _between(config: Config, depth: int) -> list[bool]:
+    """Return for each layer of Ernie-4.5 whether it has experts."""
+    first, last = config.natural("moe_layer_start_index"), config.get("moe_layer_end_index")
+    last = last if isinstance(last, int) and last >= 0 else depth - 1
+    step = config.count("moe_layer_interval", default=1)
+    return [first <= i <= last and (i + 1) % step == 0 for i in range(depth)]
+
+
 def _expert_count(config: Config) -> int:
+    if not config.flag("is_moe", default=True):
+        return 0
     return next((n for name in _EXPERTS if (n := config.size(name))), 0)

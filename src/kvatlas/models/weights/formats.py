@@ -1,25 +1,22 @@
 """Weight formats: the bits of an element and of its scales.
 
-Quantisation tools record which tensors they skipped, each under a different key and with
-different patterns: names, globs, regular expressions, or words in a name. `Quantisation`
-returns the `Format` of a tensor, given its name. Embeddings, routers, lm_head, norms and
-convolutions are not quantised unless the checkpoint names them.
+`Format` is one format. `NAMED_FORMATS` lists the formats that users can select by name, for
+checkpoints whose config does not describe their weights.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from kvatlas.models.config import Config
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import DType
 from kvatlas.models.weights.tensor import Tensor
 
 
 class Format(NamedTuple):
     """A weight format: bits per element, shape of the blocks that share a scale, bits per scale.
 
-    >>> FP8_BLOCKS = Format("fp8, blocks of 128 x 128", 8, (128, 128), 32)
     >>> FP8_BLOCKS.bytes_of(Tensor("mlp", "mlp.up_proj", 256, 256))
     65552
     """
@@ -40,235 +37,95 @@ class Format(NamedTuple):
 
 
 def plain(dtype: str) -> Format:
-    """Return the format of an unquantised dtype."""
-    return Format(dtype, 32 if dtype == "fp32" else 16)
+    """Return the format of an unquantised dtype.
 
-
-class Quantisation(NamedTuple):
-    """The quantisation scheme of a checkpoint: a format for each quantised tensor."""
-
-    label: str
-    default: Format | None
-    """The format of matrices that match no other rule; None if those are not quantised."""
-    chosen: tuple[tuple[NamePatterns, Format], ...] = ()
-    ignored: NamePatterns | None = None
-    experts: Format | None = None
-    """The format of experts, if it differs from `default`."""
-
-    def format_of(self, name: str, tensor: Tensor) -> Format | None:
-        """Return the format of a tensor with the full name `name`; None if it is unquantised."""
-        if not tensor.linear:
-            return None
-        for patterns, format_ in self.chosen:
-            if patterns.match(name):
-                return format_
-        if tensor.kind in _KEPT or (self.ignored and self.ignored.match(name)):
-            return None
-        return (self.experts if tensor.kind == "experts" else None) or self.default
-
-
-_KEPT = ("embedding", "lm_head", "router", "tower")
-
-_FP8_TENSOR = Format("fp8", 8, (0, 0), 64)  # the scales of the weight and of its input
-_NVFP4 = Format("nvfp4, groups of 16", 4, (1, 16), 8)
-_MXFP4 = Format("mxfp4, groups of 32", 4, (1, 32), 8)
-_MXFP8 = Format("mxfp8, groups of 32", 8, (1, 32), 8)
-_ALGORITHMS = {"fp8": _FP8_TENSOR, "nvfp4": _NVFP4, "mxfp4": _MXFP4, "mxfp8": _MXFP8}
-
-
-def quantisation(root: Config, text: Config, warnings: list[str]) -> Quantisation | None:
-    """Return the quantisation scheme of a config; None if it has none or the scheme is unknown.
-
-    >>> section = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    >>> quantisation(Config({"quantization_config": section}), Config({}), []).label
-    'fp8, blocks of 128 x 128'
+    >>> plain("bf16").bits
+    16
     """
-    names = ("quantization_config", "compression_config")
-    section = root.section(*names) or text.section(*names)
-    if section is None:
-        return None
-    # ModelOpt's separate file nests all settings one level deeper.
-    section = section.section("quantization") or section
-    method = (section.text("quant_method", "quant_algo") or "").lower()
-    ignored = _ignored(section)
-    if layers := section.section("quantized_layers"):
-        return _mixed(layers, section)
-    groups = section.section("config_groups")
-    if groups is not None and (made := _grouped(groups, ignored)):
-        return made
-    default = _method(method, section)
-    if default is None:
-        warnings.append(f"unknown quantisation {method!r} in the checkpoint: assuming 16 bits")
-        return None
-    if method == "mxfp4":  # gpt-oss
-        experts = NamePatterns(["*.experts.*"])
-        return Quantisation(f"experts {default.label}", None, ((experts, default),))
-    fp4 = _MXFP4 if text.text("expert_dtype") == "fp4" else None  # DeepSeek-V4
-    if algorithm := section.text("moe_quant_algo"):
-        # A second pass quantised only the experts; its ignore list applies to that pass, and
-        # the tensors in it keep the format of the first pass.
-        fp4, ignored = _ALGORITHMS.get(algorithm.lower()), NamePatterns(())
-    label = default.label + (f"; experts {fp4.label}" if fp4 else "")
-    return Quantisation(label, default, ignored=ignored, experts=fp4)
+    return Format(dtype, DType.of(dtype).bits)
 
 
-def _ignored(section: Config) -> NamePatterns:
-    """Return patterns that match the tensors that a checkpoint does not quantise."""
-    if parts := section.listing("modules_to_not_convert", "ignored_layers"):
-        return NamePatterns(parts, inside=True)
-    return NamePatterns(section.listing("ignore", "exclude_modules") or ())
+def rows_of(name: str, bits: int) -> Format:
+    """Return a format with one 32-bit scale per row."""
+    return Format(f"{name}, one scale per row", bits, (1, 0), 32)
 
 
-def _method(method: str, section: Config) -> Format | None:
-    algorithm = (section.text("quant_algo") or method).lower().removeprefix("w4a16_")
-    block = section.listing("weight_block_size")
-    if (
-        method == "fp8"
-        and block
-        and len(block) == 2
-        and all(type(n) is int and n > 0 for n in block)
-    ):
-        rows, columns = block
-        return Format(f"fp8, blocks of {rows} x {columns}", 8, (rows, columns), 32)
-    if method in ("awq", "gptq", "auto-round"):
-        bits = section.count("bits", "w_bit", default=4)
-        group = section.get("group_size", "q_group_size")
-        size = group if isinstance(group, int) and group > 0 else 0
-        # Each group has a 16-bit scale and a zero point.
-        return Format(
-            f"{method} {bits} bits, groups of {size or 'a row'}", bits, (1, size), 16 + bits
-        )
-    if method == "bitsandbytes":
-        return (
-            Format("nf4", 4, (1, 64), 8)
-            if section.flag("load_in_4bit")
-            else Format("int8", 8, (1, 0), 32)
-        )
-    if method == "fbgemm_fp8":
-        return Format("fp8, one scale per row", 8, (1, 0), 32)
-    return _ALGORITHMS.get(algorithm)
+def groups_of(size: int, name: str, bits: int, scale_bits: int) -> Format:
+    """Return a format in which `size` elements of a row share a scale; 0 means the whole row."""
+    return Format(f"{name}, groups of {size or 'a row'}", bits, (1, size), scale_bits)
 
 
-def _mixed(layers: Config, section: Config) -> Quantisation:
-    """Return the scheme of ModelOpt's mixed precision, which lists an algorithm per module."""
-    named: dict[str, list[str]] = {}
-    for name in layers.filled_keys():
-        part = layers.section(name)
-        algorithm = (part.text("quant_algo") if part else None) or ""
-        named.setdefault(algorithm.lower().removeprefix("w4a16_"), []).append(name)
-    chosen = tuple(
-        (NamePatterns(names, inside=True), _ALGORITHMS[algorithm])
-        for algorithm, names in named.items()
-        if algorithm in _ALGORITHMS
+def blocks_of(rows: int, columns: int, name: str = "fp8", bits: int = 8) -> Format:
+    """Return a format in which blocks of `rows` x `columns` elements share a 32-bit scale."""
+    return Format(f"{name}, blocks of {rows} x {columns}", bits, (rows, columns), 32)
+
+
+FP8 = Format("fp8", 8, (0, 0), 64)  # the scales of the weight and of its input
+FP8_BLOCKS = blocks_of(128, 128)
+NVFP4 = groups_of(16, "nvfp4", 4, 8)
+MXFP4 = groups_of(32, "mxfp4", 4, 8)
+MXFP8 = groups_of(32, "mxfp8", 8, 8)
+NF4 = Format("nf4", 4, (1, 64), 8)
+INT8 = rows_of("int8", 8)
+INT4 = groups_of(128, "int4", 4, 16)
+
+GGUF_BLOCKS = {
+    # Each block of llama.cpp has its scales, and for some types minima, next to its elements.
+    name: groups_of(size, name, bits, 8 * nbytes - size * bits)
+    for name, bits, size, nbytes in (
+        ("q4_0", 4, 32, 18), ("q4_1", 4, 32, 20), ("q5_0", 5, 32, 22), ("q5_1", 5, 32, 24),
+        ("q8_0", 8, 32, 34), ("q2_k", 2, 256, 84), ("q3_k", 3, 256, 110), ("q4_k", 4, 256, 144),
+        ("q5_k", 5, 256, 176), ("q6_k", 6, 256, 210), ("iq4_xs", 4, 256, 136),
+        ("iq4_nl", 4, 32, 18),
     )
-    label = " and ".join(format_.label for _, format_ in chosen)
-    # Modules that are not listed keep the format of the checkpoint that ModelOpt started from.
-    method = (section.text("quant_method") or "").lower()
-    rest = _method("fp8", section) if method == "fp8" and section.has("weight_block_size") else None
-    return Quantisation(label, rest, chosen)
-
-
-def _grouped(groups: Config, ignored: NamePatterns) -> Quantisation | None:
-    """Return the scheme of compressed-tensors' config groups; None if none quantises weights."""
-    chosen, default, labels = [], None, []
-    for key in groups.filled_keys():
-        group = groups.section(key)
-        weights = group.section("weights") if group else None
-        if group is None or weights is None:
-            continue
-        format_ = _strategy(weights)
-        labels.append(format_.label)
-        targets = [name for name in group.listing("targets") or () if isinstance(name, str)]
-        if any(name in ("Linear", "MoE", "FusedMoE") for name in targets) or not targets:
-            default = format_
-        else:
-            chosen.append((NamePatterns(targets), format_))
-    if not labels:
-        return None
-    label = " and ".join(dict.fromkeys(labels))
-    return Quantisation(label, default, tuple(chosen), ignored)
-
-
-def _strategy(weights: Config) -> Format:
-    bits, kind = weights.count("num_bits", default=8), weights.text("type") or "int"
-    group, strategy = weights.size("group_size"), weights.text("strategy")
-    name = ("fp" if kind == "float" else "int") + str(bits)
-    block = weights.listing("block_structure") or ()
-    if len(block) == 2 and all(type(n) is int and n > 0 for n in block):
-        return Format(f"{name}, blocks of {block[0]} x {block[1]}", bits, (block[0], block[1]), 32)
-    if group:
-        # 4-bit floats (nvfp4, mxfp4) have 8-bit scales; integers have 16-bit scales.
-        scale = 8 if kind == "float" and bits == 4 else 16
-        scale += 0 if weights.flag("symmetric", default=True) else bits  # a zero point
-        return Format(f"{name}, groups of {group}", bits, (1, group), scale)
-    if strategy == "channel":
-        return Format(f"{name}, one scale per row", bits, (1, 0), 32)
-    return Format(name, bits, (0, 0), 64)
-
-
-class NamePatterns:
-    """A set of patterns for tensor names: names, globs, `re:` expressions and single words.
-
-    Before matching, wrapper prefixes such as `model.` are removed from the patterns, and module
-    names that differ between families are unified (`ffn` becomes `mlp`). If `inside` is
-    true, the name of a module also matches all tensors inside the module.
-
-    >>> patterns = NamePatterns(["lm_head", "model.layers.0.self_attn*", "re:.*experts.*"])
-    >>> names = ("layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj", "layers.1.mlp.experts.0")
-    >>> [patterns.match(name) for name in names]
-    [True, False, True]
-    """
-
-    __slots__ = ("_exact", "_expression", "_inside", "_words")
-
-    def __init__(self, patterns: Iterable[Any], *, inside: bool = False) -> None:
-        self._inside = inside
-        texts = [text for text in patterns if isinstance(text, str) and len(text) < 1000]
-        plain_names = [text for text in texts if not _WILD.search(text)]
-        self._exact = frozenset(_level(text) for text in plain_names)
-        self._words = frozenset(text for text in plain_names if "." not in text)
-        parts = [_expression(text) for text in texts if _WILD.search(text)]
-        self._expression = re.compile("|".join(parts)) if parts else None
-
-    def match(self, name: str) -> bool:
-        """Return whether a pattern matches `name`, one of its words or (`inside`) its parent."""
-        words = name.split(".")
-        shortest = 1 if self._inside else len(words)
-        if any(".".join(words[:end]) in self._exact for end in range(shortest, len(words) + 1)):
-            return True
-        if not self._words.isdisjoint(words):
-            return True
-        return self._expression is not None and self._expression.match(name) is not None
-
-
-_WILD = re.compile(r"[*?\[]|^re:")
-_PREFIX = re.compile(r"^(?:(?:model|language_model|backbone|language|llm)\.)+")
-_CALLED = {
-    "ffn": "mlp", "block_sparse_moe": "mlp", "attn": "self_attn", "head": "lm_head",
-    "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj",
 }  # fmt: skip
-# Allows only repetitions of single characters, which match short names quickly.
-_SAFE = re.compile(r"(?:\\d[+*]?|\\.|\.\*|\[[\w-]+\][+*]?|\(\?:\\\.\.\*\)\?|[\w:,/-]|[.^$|()])*")
-_SHARED = ("shared_expert", "share_expert", "shared_mlp")
+"""The block types of GGUF files: a block of `size` elements takes `nbytes` bytes."""
+
+UNQUANTISED = ("bf16", "fp16", "fp32")
+
+NAMED_FORMATS: dict[str, Format] = {
+    **{name: plain(name) for name in UNQUANTISED},
+    "fp8": FP8, "fp8_block": FP8_BLOCKS, "nvfp4": NVFP4, "mxfp4": MXFP4, "mxfp8": MXFP8,
+    "int8": INT8, "int4": INT4, "nf4": NF4, **GGUF_BLOCKS,
+}  # fmt: skip
+"""The formats that `Weights.load(..., dtype=...)` and `--weights-dtype` accept."""
+
+_SPELLINGS = {
+    "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32",
+    "float8": "fp8", "fp8_e4m3": "fp8", "float8_e4m3fn": "fp8", "fp8_blocks": "fp8_block",
+    "fp4": "nvfp4", "awq": "int4", "gptq": "int4", "w4a16": "int4", "w8a8": "int8",
+    "w8a16": "int8", "bnb_4bit": "nf4",
+}  # fmt: skip
 
 
-def _level(name: str) -> str:
-    words = [_CALLED.get(word, word) for word in _PREFIX.sub("", name).split(".")]
-    return ".".join("shared_experts" if word in _SHARED else word for word in words)
+def named_format(name: str) -> Format:
+    """Return a format by its name; mixed GGUF types such as q4_k_m count as their main type.
+
+    >>> named_format("NVFP4").label, named_format("Q4_K_M").label
+    ('nvfp4, groups of 16', 'q4_k, groups of 256')
+    """
+    key = name.strip().lower().replace("-", "_") if isinstance(name, str) else ""
+    key = _SPELLINGS.get(key, key)
+    format_ = NAMED_FORMATS.get(key) or NAMED_FORMATS.get(re.sub(r"_[sml]$", "", key))
+    if format_ is None:
+        hint = f"Use one of {', '.join(NAMED_FORMATS)}"
+        problem = "The format of the weights is unknown"
+        raise AtlasError(Code.UNKNOWN_DTYPE, problem, got=repr(name), hint=hint)
+    return format_
 
 
-def _expression(pattern: str) -> str:
-    """Return a pattern as a regular expression; a pattern that could be slow matches nothing."""
-    if pattern.startswith("re:"):
-        expression = pattern[3:]
-    else:
-        end = "" if pattern.endswith("*") else r"(?:\..*)?$"
-        level = re.escape(_level(pattern))
-        expression = level.replace(r"\*", ".*").replace(r"\?", ".") + end
-    if expression.count("*") > 6 or not _SAFE.fullmatch(expression):
-        return "(?!)"
-    try:
-        re.compile(expression)
-    except re.error:
-        return "(?!)"
-    return f"(?:{expression})"
+_IN_NAMES = re.compile(
+    r"(?<![a-z0-9])(fp8|nvfp4|fp4|mxfp4|mxfp8|int8|int4|nf4|awq|gptq|w4a16|w8a8|w8a16|bnb-4bit"
+    r"|i?q[2-8]_(?:k|[01]|xs|nl)(?:_[sml])?)(?![a-z0-9])",
+    re.IGNORECASE,
+)
+
+
+def format_in_name(name: str) -> str:
+    """Return the format that a checkpoint's name contains; empty if it contains none.
+
+    >>> format_in_name("nvidia/Llama-3.1-70B-Instruct-FP8"), format_in_name("Qwen3-8B")
+    ('fp8', '')
+    """
+    found = _IN_NAMES.findall(name)
+    return found[-1].lower() if found else ""

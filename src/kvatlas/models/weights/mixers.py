@@ -28,6 +28,7 @@ def attention(
     qkv_bias: bool = False,
     out_bias: bool = False,
     qk_norm: QkNorm = "none",
+    norm_bias: bool = False,
     gate: int = 0,
     sinks: bool = False,
     values: bool = True,
@@ -60,7 +61,7 @@ def attention(
     if sinks:
         tensors.append(Tensor(kind, f"{name}.sinks", heads, parts=heads))
     if qk_norm == "head":
-        tensors += [norm(f"{name}.{side}_norm", head_dim) for side in "qk"]
+        tensors += [norm(f"{name}.{side}_norm", head_dim, bias=norm_bias) for side in "qk"]
     elif qk_norm == "row":
         tensors.append(norm(f"{name}.q_norm", heads * head_dim, parts=heads))
         tensors.append(norm(f"{name}.k_norm", kv_heads * head_dim, parts=kv_heads))
@@ -109,13 +110,22 @@ def latent_indexer(config: Config) -> list[Tensor]:
     ]
 
 
+def indexer(config: Config) -> list[Tensor]:
+    """Return the weights of the indexer that the config describes; it may index latents or K."""
+    section = config.section("sparse_attention_config") or config
+    latent_rows = section is config and config.has("q_lora_rank")
+    return latent_indexer(config) if latent_rows else block_indexer(config, section)
+
+
 def block_indexer(config: Config, section: Config) -> list[Tensor]:
-    """Return the weights of MiniMax-M3's block indexer: query and key projections and norms."""
-    heads, head_dim = section.count("sparse_num_index_heads"), section.count("sparse_index_dim")
+    """Return the weights of an indexer of K, as in MiniMax-M3: two projections and two norms."""
+    heads = section.count("sparse_num_index_heads", "index_n_heads", "indexer_n_heads")
+    head_dim = section.count("sparse_index_dim", "index_head_dim", "indexer_head_dim")
+    keys = section.count("indexer_kv_heads", default=1)
     name = "self_attn.indexer"
     return [
         *linear("indexer", f"{name}.q_proj", heads * head_dim, config.hidden()),
-        *linear("indexer", f"{name}.k_proj", head_dim, config.hidden()),
+        *linear("indexer", f"{name}.k_proj", keys * head_dim, config.hidden()),
         norm(f"{name}.q_norm", head_dim),
         norm(f"{name}.k_norm", head_dim),
     ]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvatlas.models.config import Config
-from kvatlas.models.weights.decoders import listener
+from kvatlas.models.weights.family_layers import listener
 from kvatlas.models.weights.tensor import Tensor, linear, norm
 
 
@@ -120,8 +120,11 @@ def llama4(vision: Config, hidden: int) -> list[Tensor]:
     ]
 
 
-def whisper(config: Config, hidden: int) -> list[Tensor]:
+def whisper(config: Config, hidden: int, architecture: str) -> list[Tensor]:
     """Return the weights of Whisper's encoder and of the decoder's position embeddings."""
+    if architecture == "WhisperForCausalLM":  # the decoder alone
+        rows = config.count("max_target_positions")
+        return [Tensor("embedding", "embed_positions", rows, hidden)]
     layers, width = config.count("encoder_layers"), config.count("encoder_ffn_dim")
     heads = config.count("encoder_attention_heads")
     each = [
@@ -152,11 +155,14 @@ _TOWERS: dict[str, Callable[[Config, int], list[Tensor]]] = {
 }
 
 
-def tower(root: Config, text: Config, warnings: list[str]) -> list[Tensor]:
+def tower(root: Config, text: Config, architecture: str, warnings: list[str]) -> list[Tensor]:
     """Return the weights of a model's tower; empty if it has none or the tower is unknown."""
     model_type = root.text("model_type") or ""
     if model_type == "whisper":
-        return whisper(root, text.hidden())
+        return whisper(root, text.hidden(), architecture)
+    if model_type == "fuyu":
+        pixels = root.count("patch_size") ** 2 * root.count("num_channels", default=3)
+        return linear("tower", "vision_embed_tokens", text.hidden(), pixels, bias=True)
     made: list[Tensor] = []
     vision = root.section("vision_config")
     if vision is not None and model_type in _TOWERS:

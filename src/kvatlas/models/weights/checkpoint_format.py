@@ -1,0 +1,94 @@
+"""The weight format of a checkpoint, and the origin of this information.
+
+The first of these that exists determines the format: the caller's `dtype`, the config's
+quantisation section (or ModelOpt's hf_quant_config.json), a format in the checkpoint's name, and
+the dtype in the config. The total of a safetensors index or file is used unless the caller
+passed a dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from kvatlas.geometry import DType
+from kvatlas.models.config import Config
+from kvatlas.models.sources import CheckpointSize, Source, checkpoint_size
+from kvatlas.models.weights.formats import (
+    GGUF_BLOCKS,
+    UNQUANTISED,
+    Format,
+    format_in_name,
+    named_format,
+    plain,
+)
+from kvatlas.models.weights.quantisation import Quantisation, quantisation
+from kvatlas.models.weights.tensor import Tensor
+
+Origin = Literal["config", "weights_dtype", "assumed", "estimate"]
+"""Where a format was found: in the config, given by the caller, or nowhere.
+
+`assumed` means that the config has no dtype. `estimate` means that the format was derived from
+the checkpoint's name, or that its quantisation is unknown.
+"""
+
+
+class CheckpointFormat(NamedTuple):
+    """The formats of a checkpoint's tensors."""
+
+    element: Format
+    """The format of tensors that are not quantised."""
+    scheme: Quantisation | None
+    origin: Origin
+    total: CheckpointSize | None = None
+    """The bytes of all tensors on disk, if they are known."""
+
+    @property
+    def label(self) -> str:
+        """A description of the format."""
+        return self.scheme.label if self.scheme else self.element.label
+
+    def format_of(self, name: str, tensor: Tensor) -> Format:
+        """Return the format of a tensor with the full name `name`."""
+        return (self.scheme and self.scheme.format_of(name, tensor)) or self.element
+
+
+def checkpoint_format(
+    source: Source, root: Config, text: Config, served: str, given: str | None, warnings: list[str]
+) -> CheckpointFormat:
+    """Return the format of the checkpoint that `source` belongs to.
+
+    `served` is the dtype of unquantised tensors in memory, and `given` is the format that the
+    caller selected. `warnings` receives a message for each assumption.
+    """
+    element = plain(served)
+    if given is not None:
+        return _selected(named_format(given), element)
+    before = len(warnings)
+    scheme = quantisation(root, text, warnings)
+    unknown, total = len(warnings) > before, checkpoint_size(source)
+    dtype = root.get("dtype", "torch_dtype") or text.get("dtype", "torch_dtype")
+    if scheme is None and total and dtype and DType.of(dtype).bits > element.bits:
+        warnings.append(f"the checkpoint is stored in {DType.of(dtype).name}: counted as {served}")
+        total = None
+    name = source.name or root.text("_name_or_path") or ""
+    named = format_in_name(name) if scheme is None and total is None else ""
+    if named:
+        found = _selected(named_format(named), element)
+        warnings.append(
+            f"the name of the checkpoint contains {named.upper()}, but there is no description of "
+            f"its quantisation: assuming {found.label} for all matrices of its layers; add its "
+            "hf_quant_config.json or its safetensors index, or pass weights_dtype"
+        )
+        return found._replace(origin="estimate")
+    stated = scheme or (dtype and dtype != "auto")
+    origin: Origin = "estimate" if unknown else "config" if stated else "assumed"
+    return CheckpointFormat(element, scheme, origin, total)
+
+
+def _selected(format_: Format, element: Format) -> CheckpointFormat:
+    """Return the formats of a checkpoint whose matrices have one format."""
+    if format_.label in UNQUANTISED:
+        return CheckpointFormat(format_, None, "weights_dtype")
+    whole = format_ in GGUF_BLOCKS.values()  # GGUF files also quantise the embedding and lm_head
+    scheme = Quantisation(format_.label, format_, vocabulary=whole)
+    return CheckpointFormat(element, scheme, "weights_dtype")

@@ -1,0 +1,328 @@
+"""Quantisation schemes: the weight format of each tensor of a checkpoint.
+
+Each tool describes its scheme in a different way. `quantisation()` reads the section
+`quantization_config` of a config, and returns a `Quantisation`, which maps tensor names to
+formats. Embeddings, routers, lm_head, norms and convolutions are not quantised unless the
+checkpoint names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvatlas.models.config import Config
+from kvatlas.models.weights.formats import (
+    FP8,
+    FP8_BLOCKS,
+    GGUF_BLOCKS,
+    INT4,
+    INT8,
+    MXFP4,
+    MXFP8,
+    NF4,
+    NVFP4,
+    Format,
+    blocks_of,
+    format_in_name,
+    groups_of,
+    named_format,
+    rows_of,
+)
+from kvatlas.models.weights.name_patterns import NamePatterns
+from kvatlas.models.weights.tensor import Tensor
+from kvatlas.models.weights.torchao import torchao_formats
+
+
+class Quantisation(NamedTuple):
+    """The quantisation scheme of a checkpoint: a format for each quantised tensor."""
+
+    label: str
+    default: Format | None
+    """The format of matrices that match no other rule; None if those are not quantised."""
+    chosen: tuple[tuple[NamePatterns, Format], ...] = ()
+    ignored: NamePatterns | None = None
+    experts: Format | None = None
+    """The format of experts, if it differs from `default`."""
+    vocabulary: bool = False
+    """Whether the embedding and lm_head are quantised like other matrices."""
+
+    def format_of(self, name: str, tensor: Tensor) -> Format | None:
+        """Return the format of a tensor with the full name `name`; None if it is unquantised."""
+        if not (tensor.linear or tensor.kind == "embedding"):
+            return None
+        for patterns, format_ in self.chosen:
+            if patterns.match(name):
+                return format_
+        kept = ("router", "tower") if self.vocabulary else _KEPT
+        if tensor.kind in kept or (self.ignored and self.ignored.match(name)):
+            return None
+        return (self.experts if tensor.kind == "experts" else None) or self.default
+
+
+_KEPT = ("embedding", "lm_head", "router", "tower")
+
+_ALGORITHMS = {
+    "fp8": FP8, "fp8_per_channel_per_token": rows_of("fp8", 8), "fp8_pb_wo": FP8_BLOCKS,
+    "fp8_block_scales": FP8_BLOCKS, "nvfp4": NVFP4, "w4a16_nvfp4": NVFP4, "nvfp4_awq": NVFP4,
+    "w4a8_nvfp4_fp8": NVFP4, "mxfp4": MXFP4, "w4a8_mxfp4_fp8": MXFP4, "mxfp8": MXFP8,
+    "int4_awq": INT4, "w4a16_awq": INT4, "w4a8_awq": INT4, "w8a8_sq_per_channel": INT8,
+}  # fmt: skip
+"""ModelOpt's names of algorithms."""
+
+
+def quantisation(root: Config, text: Config, warnings: list[str]) -> Quantisation | None:
+    """Return the quantisation scheme of a config; None if it has none or the scheme is unknown.
+
+    >>> section = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    >>> quantisation(Config({"quantization_config": section}), Config({}), []).label
+    'fp8, blocks of 128 x 128'
+    """
+    names = ("quantization_config", "compression_config")
+    section = root.section(*names) or text.section(*names)
+    if section is None:
+        return None
+    # ModelOpt's separate file nests all settings one level deeper.
+    section = section.section("quantization") or section
+    method = (section.text("quant_method", "quant_algo") or "").lower()
+    if layers := section.section("quantized_layers"):
+        return _mixed(layers, section, warnings)
+    if method in _SCHEMES:
+        made = _SCHEMES[method](section)
+    elif groups := section.section("config_groups"):
+        made = _grouped(groups, section, warnings) or _uniform(method, section, text)
+    else:
+        made = _uniform(method, section, text)
+    if made is None:
+        warnings.append(
+            f"unknown quantisation {method!r} in the checkpoint: assuming 16 bits; "
+            "pass weights_dtype to select a format"
+        )
+    elif made.ignored and made.ignored.unread:
+        unread = made.ignored.unread
+        warnings.append(
+            f"{len(unread)} patterns of unquantised tensors cannot be read, such as "
+            f"{unread[0][:60]!r}: assuming that those tensors are quantised"
+        )
+    return made
+
+
+def _uniform(method: str, section: Config, text: Config) -> Quantisation | None:
+    """Return the scheme of a method that quantises most matrices alike."""
+    default, ignored = _method(method, section), _ignored(section)
+    if default is None:
+        return None
+    if method == "mxfp4":  # gpt-oss
+        experts = NamePatterns(["*.experts.*"])
+        return Quantisation(f"experts {default.label}", None, ((experts, default),))
+    fp4 = MXFP4 if text.text("expert_dtype") == "fp4" else None  # DeepSeek-V4
+    if algorithm := section.text("moe_quant_algo"):
+        # A second pass quantised only the experts; its ignore list applies to that pass, and
+        # the tensors in it keep the format of the first pass.
+        fp4, ignored = _ALGORITHMS.get(algorithm.lower()), NamePatterns(())
+    label = default.label + (f"; experts {fp4.label}" if fp4 else "")
+    return Quantisation(label, default, ignored=ignored, experts=fp4)
+
+
+def _ignored(section: Config) -> NamePatterns:
+    """Return patterns that match the tensors that a checkpoint does not quantise."""
+    inside = ("modules_to_not_convert", "ignored_layers", "skip_modules", "llm_int8_skip_modules")
+    if parts := section.listing(*inside):
+        return NamePatterns(parts, inside=True)
+    return NamePatterns(section.listing("ignore", "exclude_modules", "exclude") or ())
+
+
+def _method(method: str, section: Config) -> Format | None:
+    algorithm = (section.text("quant_algo") or method).lower()
+    block = section.listing("weight_block_size") or ()
+    if method == "fp8" and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+        return blocks_of(block[0], block[1])
+    if method in ("awq", "gptq", "auto-round", "awq_marlin", "gptq_marlin"):
+        bits = section.count("bits", "w_bit", default=4)
+        group = section.get("group_size", "q_group_size")
+        size = group if isinstance(group, int) and group > 0 else 0
+        # Each group has a 16-bit scale and a zero point.
+        return groups_of(size, f"{method} {bits} bits", bits, 16 + bits)
+    if method == "bitsandbytes":
+        return NF4 if section.flag("load_in_4bit") else INT8
+    if method == "quanto":
+        return _QUANTO.get(section.text("weights") or "")
+    if method == "fp_quant":
+        stored = section.flag("store_master_weights")
+        return None if stored else _ALGORITHMS.get(section.text("forward_dtype") or "nvfp4")
+    fixed = {"fbgemm_fp8": rows_of("fp8", 8), "ptpc_fp8": rows_of("fp8", 8), "eetq": INT8,
+             "bitnet": Format("ternary, 2 bits", 2, (0, 0), 16)}  # fmt: skip
+    return fixed.get(method) or _ALGORITHMS.get(algorithm)
+
+
+_QUANTO = {
+    "int8": INT8, "float8": rows_of("fp8", 8),
+    "int4": groups_of(128, "int4", 4, 32), "int2": groups_of(128, "int2", 2, 32),
+}  # fmt: skip
+"""Formats of quanto; groups have a 16-bit scale and a 16-bit shift."""
+
+
+def _mixed(layers: Config, section: Config, warnings: list[str]) -> Quantisation:
+    """Return the scheme of ModelOpt's mixed precision, which lists an algorithm per module."""
+    named: dict[str, list[str]] = {}
+    for name in layers.filled_keys():
+        part = layers.section(name)
+        algorithm = (part.text("quant_algo") if part else None) or ""
+        named.setdefault(algorithm.lower(), []).append(name)
+    chosen = tuple(
+        (NamePatterns(names, inside=True), _ALGORITHMS[algorithm])
+        for algorithm, names in named.items()
+        if algorithm in _ALGORITHMS
+    )
+    warnings += [
+        f"unknown quantisation {algorithm!r} of {len(names)} modules: assuming 16 bits"
+        for algorithm, names in named.items()
+        if algorithm not in _ALGORITHMS
+    ]
+    label = " and ".join(dict.fromkeys(format_.label for _, format_ in chosen)) or "16 bits"
+    # Modules that are not listed keep the format of the checkpoint that ModelOpt started from.
+    method = (section.text("quant_method") or "").lower()
+    rest = _method("fp8", section) if method == "fp8" and section.has("weight_block_size") else None
+    return Quantisation(label, rest, chosen)
+
+
+def _grouped(groups: Config, section: Config, warnings: list[str]) -> Quantisation | None:
+    """Return the scheme of compressed-tensors' config groups; None if none quantises weights."""
+    chosen, default, labels = [], None, []
+    if (section.section("sparsity_config") or Config({})).text("format") not in (None, "dense"):
+        warnings.append("sparse weights in the checkpoint: counted as dense")
+    for key in groups.filled_keys():
+        group = groups.section(key)
+        weights = group.section("weights") if group else None
+        if group is None or weights is None:
+            continue
+        format_ = _strategy(weights, group.text("format") or section.text("format") or "")
+        labels.append(format_.label)
+        targets = [name for name in group.listing("targets") or () if isinstance(name, str)]
+        if any(name in ("Linear", "MoE", "FusedMoE") for name in targets) or not targets:
+            default = format_
+        else:
+            chosen.append((NamePatterns(targets), format_))
+    if not labels:
+        return None
+    label = " and ".join(dict.fromkeys(labels))
+    return Quantisation(label, default, tuple(chosen), _ignored(section))
+
+
+def _strategy(weights: Config, packing: str) -> Format:
+    """Return the format of one group of compressed-tensors, stored with the given `packing`."""
+    bits, kind = weights.count("num_bits", default=8), weights.text("type") or "int"
+    group, strategy = weights.size("group_size"), weights.text("strategy")
+    name = ("fp" if kind == "float" else "int") + str(bits)
+    if packing == "dense":
+        return Format(f"{name} rounded, stored in 16 bits", 16)
+    if packing in ("int-quantized", "naive-quantized"):  # these do not pack elements
+        bits = max(bits, 8)
+    block = weights.listing("block_structure") or ()
+    if len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+        return blocks_of(block[0], block[1], name, bits)
+    if group:
+        # Groups of floats (nvfp4, mxfp4, mxfp8) have 8-bit scales; integers have 16-bit scales.
+        scale = 8 if kind == "float" else 16
+        scale += 0 if weights.flag("symmetric", default=True) else bits  # a zero point
+        return groups_of(group, name, bits, scale)
+    if strategy == "channel":
+        return rows_of(name, bits)
+    return Format(name, bits, (0, 0), 64)
+
+
+def _torchao(section: Config) -> Quantisation | None:
+    found = torchao_formats(section)
+    if found is None:
+        return None
+    default, named = found
+    formats = [*([default] if default else []), *(format_ for _, format_ in named)]
+    label = " and ".join(dict.fromkeys(format_.label for format_ in formats))
+    chosen = tuple((NamePatterns([name], inside=True), format_) for name, format_ in named)
+    whole = section.flag("include_input_output_embeddings")
+    return Quantisation(label, default, chosen, _ignored(section), vocabulary=whole)
+
+
+def _quark(section: Config) -> Quantisation | None:
+    """Return the scheme of AMD's Quark: one format, others for named layers, and exclusions."""
+    default = _quark_format(section.section("global_quant_config"))
+    named = section.section("layer_quant_config") or Config({})
+    chosen = [
+        (NamePatterns([name], inside=True), format_)
+        for name in named.filled_keys()
+        if (format_ := _quark_format(named.section(name)))
+    ]
+    if default is None and not chosen:
+        return None
+    formats = [*([default] if default else []), *(format_ for _, format_ in chosen)]
+    label = " and ".join(dict.fromkeys(format_.label for format_ in formats))
+    return Quantisation(label, default, tuple(chosen), _ignored(section))
+
+
+def _quark_format(layer: Config | None) -> Format | None:
+    weight = layer.get("weight") if layer else None
+    if isinstance(weight, list):  # scales of several levels; the first has the elements' dtype
+        weight = weight[0] if weight else None
+    if not isinstance(weight, dict):
+        return None
+    tensor = Config(weight)
+    dtype = tensor.text("dtype") or ""
+    if dtype == "mx":
+        dtype = tensor.text("mx_element_dtype") or ""
+    bits = next((int(letter) for letter in dtype if letter.isdigit()), 0)
+    if bits == 1:  # bfloat16, float16
+        return None
+    name = ("fp" if dtype.startswith(("fp", "float")) else "int") + str(bits)
+    scheme, size = tensor.text("qscheme") or "per_tensor", tensor.size("group_size")
+    block = tensor.listing("block_size") or ()
+    if not bits:
+        return None
+    if len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+        return blocks_of(block[0], block[1], name, bits)
+    if scheme == "per_group" or size:
+        scale = 8 if name.startswith("fp") else 16
+        scale += 0 if tensor.flag("symmetric", default=True) else bits
+        return groups_of(size or 32, name, bits, scale)
+    return rows_of(name, bits) if scheme == "per_channel" else Format(name, bits, (0, 0), 64)
+
+
+def _hqq(section: Config) -> Quantisation | None:
+    """Return the scheme of HQQ: one set of parameters, or one for each kind of module."""
+    settings = section.section("quant_config")
+    if settings is None:
+        return None
+    if settings.has("weight_quant_params"):
+        default = _hqq_format(settings)
+        return Quantisation(default.label, default, ignored=_ignored(section))
+    parts = {name: settings.section(name) for name in settings.filled_keys()}
+    formats = {name: _hqq_format(part) for name, part in parts.items() if part}
+    label = " and ".join(dict.fromkeys(format_.label for format_ in formats.values()))
+    chosen = tuple(
+        (NamePatterns([f"*.{name}"], inside=True), format_) for name, format_ in formats.items()
+    )
+    return Quantisation(label, None, chosen, _ignored(section)) if formats else None
+
+
+def _hqq_format(settings: Config) -> Format:
+    inner = settings.section("weight_quant_params") or settings
+    bits, size = inner.count("nbits", default=4), inner.size("group_size") or 0
+    # Each group has a 16-bit scale and a 16-bit zero point.
+    return groups_of(size, f"hqq {bits} bits", bits, 32)
+
+
+def _gguf(section: Config) -> Quantisation | None:
+    """Return the scheme of a GGUF file whose name contains its type, such as Q4_K_M."""
+    found = format_in_name(section.text("gguf_file", "quant_type") or "")
+    if not found or named_format(found) not in GGUF_BLOCKS.values():
+        return None
+    format_ = named_format(found)
+    return Quantisation(format_.label, format_, vocabulary=True)
+
+
+_SCHEMES: dict[str, Callable[[Config], Quantisation | None]] = {
+    "torchao": _torchao,
+    "quark": _quark,
+    "hqq": _hqq,
+    "gguf": _gguf,
+}
+"""Methods whose sections have a form that no other method uses."""
