@@ -9,6 +9,7 @@ block with its last token, because an id represents everything up to the end of 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +48,8 @@ class Spans:
         base = np.concatenate([[0], np.cumsum(every)])
         starts = np.concatenate([[0], np.cumsum(stop)])
         # With hundreds of millions of spans, this array is most of the memory.
-        numbers = np.empty(int(starts[-1]), np.int32 if base[-1] < 1 << 31 else np.int64)
+        width: Any = np.int32 if base[-1] < 1 << 31 else np.int64
+        numbers: Ints = np.empty(int(starts[-1]), width)
         for some, ids in trace.pieces():
             depth = _depths(counts[some])
             begin, end = depth * block // step, (depth + 1) * block // step
