@@ -182,11 +182,11 @@ NVFP4 = FullAttention(heads=4, head_dim=32, cache="nvfp4")
 def test_nvfp4_arrives_between_any_two_orders(src: str, dst: str) -> None:
     model = stacked("m", NVFP4, NVFP4)
     for tps, blocks in (((1, 1), (16, 16)), ((2, 4), (32, 48)), ((4, 1), (16, 32))):
-        ends = [
+        one, two = (
             small_plan(model, layout=order, tp=tp, block_size=block)
             for order, tp, block in zip((src, dst), tps, blocks, strict=True)
-        ]
-        assert_arrives(moving(*ends, (5, 70)))
+        )
+        assert_arrives(moving(one, two, (5, 70)))
 
 
 def test_heads_of_nvfp4_are_one_run_per_block_in_bhlnc() -> None:

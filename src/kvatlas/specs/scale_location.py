@@ -11,7 +11,6 @@ from kvatlas.specs.attention import Attention, Scales
 from kvatlas.specs.base import Spec
 
 
-@lru_cache(maxsize=4096)
 def in_layout(spec: Spec, layout: Layout) -> Spec:
     """Return the spec with its scales where a layout allows them, unless `scales` is set.
 
@@ -26,6 +25,12 @@ def in_layout(spec: Spec, layout: Layout) -> Spec:
     """
     if not isinstance(spec, Attention) or spec.scales is not None or spec.scales_as == "inline":
         return spec
+    return _in_layout(spec, layout)
+
+
+@lru_cache(maxsize=4096)
+def _in_layout(spec: Attention, layout: Layout) -> Spec:
+    """Return `spec` with `scales` set; cached, so that layers with equal specs share one object."""
     scales: Scales
     if layout.page_contiguous:
         scales = "planes" if layout.outside("H", "N") else "state_planes"
