@@ -11,7 +11,7 @@ import importlib.machinery
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 CHIPS = {"sm80": (8, 0), "sm90": (9, 0), "sm100": (10, 0)}
 CUDA = 13
@@ -23,8 +23,11 @@ _FLASH_ATTENTION = {8: 2, 9: 3, 10: 4}
 class _Placeholder(ModuleType):
     """A module of a package that is not installed: every name in it is an empty class."""
 
-    __path__: ClassVar[list[str]] = []
     __version__ = "99.0"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []  # a package
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -121,7 +124,7 @@ def pretend(chip: str) -> Any:
 
     capability = DeviceCapability(*CHIPS[chip])
 
-    class Pretended(CudaPlatformBase):  # type: ignore[misc]
+    class Pretended(CudaPlatformBase):
         @classmethod
         def get_device_capability(cls, _device: int = 0) -> Any:
             return capability
