@@ -180,3 +180,20 @@ def test_help_has_examples(command: str) -> None:
 
 def test_no_command_is_help() -> None:
     assert "Usage" in kvatlas().output
+
+
+def test_a_config_is_verified_with_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",
+        "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 97,
+        "max_position_embeddings": 512,
+    }  # fmt: skip
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    assert said("models", str(file), "--verify") == said("models", str(file))
+    file.write_text(json.dumps(config | {"model_type": "llama9"}))
+    result = kvatlas("models", str(file), "--verify")
+    assert result.exit_code == 2
+    assert "no model type 'llama9'" in result.stderr.replace("\n", " ")

@@ -51,7 +51,14 @@ def test_sizes_of_single_layers_are_read_in_both_forms() -> None:
 
 
 @pytest.mark.parametrize(
-    "override", [{"global_window": 7}, {"layer_types": ["x"]}, {"conv_kernel": 4}]
+    "override",
+    [
+        {"global_window": 7},
+        {"layer_types": ["x"]},
+        {"conv_kernel": 4},
+        {"skip": ["attention"]},
+        {"head_dim": None},
+    ],
 )
 def test_an_override_that_may_change_a_cache_in_an_unknown_way_is_refused(
     override: dict[str, Any],
@@ -66,10 +73,16 @@ def test_an_override_without_a_layer_number_is_refused() -> None:
         Model.load(GEMMA4 | {"per_layer_config": {"last": {"head_dim": 128}}})
 
 
-def test_the_window_keys_of_an_override_are_not_ignored() -> None:
-    """Only sizes that are known to matter are applied; a window is not among them yet."""
-    with pytest.raises(AtlasError, match="sliding_window"):
-        Model.load(GEMMA4 | {"per_layer_config": {"0": {"sliding_window": 64}}})
+@pytest.mark.parametrize("window", [64, None])
+def test_the_window_of_an_override_is_not_ignored(window: int | None) -> None:
+    with pytest.raises(AtlasError, match="changes sliding_window"):
+        Model.load(GEMMA4 | {"per_layer_config": {"0": {"sliding_window": window}}})
+
+
+def test_layer_numbers_may_be_integers() -> None:
+    """A dict of a transformers config may have integers where JSON has strings."""
+    overrides = {int(key): value for key, value in SINCE["per_layer_config"].items()}
+    assert specs(GEMMA4 | {"per_layer_config": overrides}) == specs(GEMMA4 | SINCE)
 
 
 def test_indexers_are_read_from_layer_types() -> None:
@@ -114,7 +127,10 @@ def test_windows_of_latents_are_read_with_their_own_rank() -> None:
         "index_head_dim": 128,
         "sliding_window": 256,
         "layer_types": layers,
-        "per_layer_config": {"01": {"kv_lora_rank": 1024, "num_attention_heads": 4}},
+        "per_layer_config": {
+            "00": {"num_key_value_heads": 4},
+            "01": {"kv_lora_rank": 1024, "num_attention_heads": 4},
+        },
     }
     assert specs(config) == [
         Indexer(head_dim=128),

@@ -89,6 +89,14 @@ class Config:
         self._read[name] = True
         return self._values.get(name)
 
+    def all_keys(self) -> list[str]:
+        """Return all keys, including those whose value is null."""
+        return [str(key) for key in self._values]
+
+    def with_text_keys(self) -> Config:
+        """Return the config with keys that are strings, as in JSON."""
+        return Config({str(key): value for key, value in self._values.items()})
+
     def filled_keys(self) -> list[str]:
         """Return the keys whose values are neither null, false, zero nor empty."""
         return [str(key) for key, value in self._values.items() if value not in _NOTHING]

@@ -28,11 +28,12 @@ def apply_per_layer(layers: Iterable[Layer], config: Config) -> Iterator[Layer]:
 
     Raises an error if a layer overrides a value that may change its cache in an unknown way.
     """
-    section = config.section("per_layer_config")
-    if section is None:
+    given = config.section("per_layer_config")
+    if given is None:
         yield from layers
         return
-    overrides = {_layer_number(key): section.section(key) for key in section.filled_keys()}
+    section = given.with_text_keys()
+    overrides = {_layer_number(key): section.section(key) for key in section.all_keys()}
     for layer in layers:
         own = overrides.get(layer.index)
         yield layer if own is None else replace(layer, spec=_changed(layer, own))
@@ -47,15 +48,18 @@ def _layer_number(key: str) -> int:
 
 def _changed(layer: Layer, own: Config) -> AnySpec:
     spec = layer.spec
+    names: dict[str, str] = {}
+    # The heads of MLA are computed from its latent rows, so their sizes are no part of the cache.
+    no_effect = _NO_EFFECT | _INDEXER.keys() | _ATTENTION.keys()
     if isinstance(spec, LatentAttention):
-        # MLA has no K and V heads, so their number and size do not change its rows.
-        names, no_effect = _LATENT, _NO_EFFECT | _ATTENTION.keys()
+        names = _LATENT
     elif isinstance(spec, Attention):
-        names, no_effect = _ATTENTION, _NO_EFFECT
-    else:
-        names, no_effect = _INDEXER if isinstance(spec, Indexer) else {}, _NO_EFFECT
-    for key in own.filled_keys():
-        if key not in names and key not in no_effect and may_change_caches(key):
+        names, no_effect = _ATTENTION, _NO_EFFECT | _INDEXER.keys()
+    elif isinstance(spec, Indexer):
+        names, no_effect = _INDEXER, _NO_EFFECT | _ATTENTION.keys() | _LATENT.keys()
+    for key in own.all_keys():
+        understood = key in no_effect or (key in names and own.has(key))
+        if not understood and (key == "skip" or may_change_caches(key)):
             raise bad(
                 f"per_layer_config changes {key}, which may change the cache of a layer",
                 f"{own.get(key)!r} for layer {layer.index}, a {type(spec).__name__}",
