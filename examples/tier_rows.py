@@ -79,7 +79,8 @@ class Rows:
     def nbytes(self, number: int) -> int:
         """Return the bytes of a row of a kind."""
         kind = self.kinds[number]
-        return len(kind["groups"]) * kind["heads"] * len(kind["layers"]) * self.page(kind)
+        pages = len(kind["groups"]) * len(kind["layers"]) * int(kind["heads"])
+        return pages * self.page(kind)
 
     def place(self, number: int, name: str, layer: int, head: int, state: int) -> slice:
         """Return the bytes of a row that have one field, of one state of one head of a layer."""

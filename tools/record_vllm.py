@@ -210,7 +210,7 @@ class Question:
         if isinstance(spec, Recurrent):
             return self._recurrent(spec)
         if isinstance(spec, LatentAttention):
-            about = {"head_size": spec.latent + spec.rope, "indexer": None}
+            about: dict[str, Any] = {"head_size": spec.latent + spec.rope, "indexer": None}
             about |= {"sliding_window": None, "topk_buffer_width": None}
             about |= {"non_causal_multi_token_decode": False}
             made = _bare("mla_attention", "MLAAttention")

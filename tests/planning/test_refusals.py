@@ -65,7 +65,7 @@ REFUSALS: list[tuple[Code, Callable[[], Any]]] = [
     (Code.BAD_PACK, lambda: plan("Nemotron-H-8B", **GIB, pack=0)),
     (Code.BAD_PACK, lambda: plan("Llama-3.1-8B", **GIB, pack=2)),
     (Code.BAD_PACK, lambda: plan("Nemotron-H-8B", **GIB, pack=2, layout="LHBNC")),
-    (Code.UNKNOWN_POLICY, lambda: plan("Llama-3.1-8B", **GIB, policy="best")),  # type: ignore[arg-type]
+    (Code.UNKNOWN_POLICY, lambda: plan("Llama-3.1-8B", **GIB, policy="best")),
     (Code.UNKNOWN_POLICY, lambda: plan("Llama-3.1-8B", **GIB, policy=[])),  # type: ignore[arg-type]
     (Code.UNKNOWN_BACKEND, lambda: plan("Llama-3.1-8B", **GIB, backend=5)),  # type: ignore[arg-type]
     (Code.UNKNOWN_BACKEND, lambda: plan("Llama-3.1-8B", **GIB, backend="")),

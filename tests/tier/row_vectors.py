@@ -16,7 +16,7 @@ from typing import Any
 
 from examples.tier_rows import Rows, canonical, digest, keys
 
-IDENTITY = {"tenant": "tenant ä/1", "weights": "sha256:5f1a"}
+IDENTITY: dict[str, Any] = {"tenant": "tenant ä/1", "weights": "sha256:5f1a"}
 FILE = Path(__file__).with_suffix(".json")
 VECTORS: list[dict[str, Any]] = json.loads(FILE.read_text()) if FILE.exists() else []
 MODELS = ("dense", "sliding", "latent", "sparse", "compressed", "mamba hybrid", "delta hybrid")
