@@ -209,6 +209,7 @@ def test_every_code_has_a_way_to_it() -> None:
         Code.UNREADABLE, Code.BAD_CONFIG, Code.MISSING_KEY, Code.UNKNOWN_ARCHITECTURE,
         Code.UNKNOWN_MODEL, Code.NO_HUB, Code.UNKNOWN_ENGINE,
     }  # fmt: skip
+    elsewhere.add(Code.CONCURRENT_CALLS)  # tests/pool/test_block_pool.py
     elsewhere |= {Code.UNKNOWN_GPU, Code.WEIGHTS_TOO_LARGE}  # tests/models/test_gpus.py
     elsewhere |= {  # tests/planning/test_refusals.py
         Code.UNKNOWN_BACKEND, Code.BACKEND_REFUSES, Code.BAD_TOPOLOGY, Code.LAYOUT_REFUSED,

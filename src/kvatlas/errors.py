@@ -129,6 +129,7 @@ class Code(StrEnum):
     BUSY = "busy", "The peer is busy"
     UNLIKE_VERSIONS = "unlike_versions", "The peer uses an incompatible protocol version"
     UNKNOWN_SESSION = "unknown_session", "The session does not exist or has ended"
+    CONCURRENT_CALLS = "concurrent_calls", "Two calls of one object overlap"
     UNKNOWN_REQUEST = "unknown_request", "The request is neither offered nor expected"
     BLOCKS_IN_USE = "blocks_in_use", "The node already uses some of these blocks"
     DIFFERENT_IDENTITY = (

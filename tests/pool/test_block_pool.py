@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -152,7 +154,8 @@ def test_a_share_is_kept_to_where_a_part_of_a_window_is_found_already() -> None:
 
 
 def test_compressed_caches_are_found_at_whole_blocks() -> None:
-    pool = BlockPool(small_plan("compressed", 600, max_len=1024))
+    dense = checkpoint_policy("every-block")
+    pool = BlockPool(small_plan("compressed", 600, max_len=1024), checkpoints=dense)
     prompt = list(range(700))
     computed(pool, 1, prompt, PrefixIdentity())
     pool.free(1)
@@ -268,6 +271,47 @@ def test_tokens_before_a_window_that_did_not_come_are_not_found_where_all_tokens
     pool.reserve("shorter", 501)
     pool.computed("shorter", 501)
     assert pool.admit("longer", range(1001)) == 496, "whole blocks that were computed here are"
+
+
+def test_calls_that_overlap_are_refused_and_change_nothing() -> None:
+    """Four threads on one pool used to lose blocks. The listener is called during a call."""
+    refused: list[Code] = []
+
+    def intrude() -> None:
+        for call in (lambda: pool.free(1), lambda: pool.reserve(1, 64), lambda: pool.tables(1)):
+            with pytest.raises(AtlasError) as refusal:
+                call()
+            refused.append(refusal.value.code)
+
+    def listen(_: object) -> None:
+        thread = Thread(target=intrude)
+        thread.start()
+        thread.join()
+
+    pool = BlockPool(PLANS["dense"], events=listen)
+    pool.admit(1, range(64))
+    pool.reserve(1, 64)
+    free = pool.ids[0].free
+    pool.computed(1, 64)
+    assert refused == [Code.CONCURRENT_CALLS] * 3
+    assert (pool.ids[0].free, pool.tokens(1)) == (free, 64)
+    other = deepcopy(BlockPool(PLANS["dense"]))
+    assert other.admit(1, range(64)) == 0
+
+
+def test_checkpoints_are_vllms_unless_others_are_asked_for() -> None:
+    """The end of the prompt alone, and later where attention has more than the states."""
+    made = small_plan("hybrid", 100)
+    pool, step = BlockPool(made), made.block_size
+    prompt = list(range(4 * step + 1))
+    for number, expected in enumerate([[4 * step], [2 * step, 3 * step], []]):
+        mine = [prompt, [*prompt[: 2 * step], *[5] * (step + 1)], prompt][number]
+        pool.admit(number, mine)
+        assert pool.stops(number, len(mine)) == expected
+        for stop in [*expected, len(mine)]:
+            pool.reserve(number, stop)
+            pool.computed(number, stop)
+        pool.free(number)
 
 
 def test_a_fork_copies_only_what_was_computed() -> None:

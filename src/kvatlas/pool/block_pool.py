@@ -9,8 +9,10 @@ continues inside such a block gets a copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import ceil_div, integer
@@ -18,7 +20,7 @@ from kvatlas.planning import Plan
 from kvatlas.planning.plans import checked_plan
 from kvatlas.pool.block_ids import NO_BLOCK, BlockIds
 from kvatlas.pool.checkpoint_share import checkpoint_shares
-from kvatlas.pool.checkpoints import Checkpoints, EveryBlock, Prompt
+from kvatlas.pool.checkpoints import Checkpoints, Prompt, VllmDefault
 from kvatlas.pool.events import AllBlocksCleared, BlockEvent, removed_events, stored_event
 from kvatlas.pool.eviction import eviction_policy
 from kvatlas.pool.group_needs import (
@@ -29,6 +31,7 @@ from kvatlas.pool.group_needs import (
     needed_blocks,
     reuses_prefixes,
 )
+from kvatlas.pool.one_call import CallGuard, one_call_at_a_time
 from kvatlas.pool.prefix_hash import HashChain, PrefixIdentity
 from kvatlas.pool.prefix_index import PrefixIndex
 from kvatlas.pool.reservation import CopyOnWrite, Reservation, checked_tokens
@@ -46,10 +49,14 @@ class _Request:
     hit: int
     seen: int
     """Number of tokens of the longest prefix shared with an earlier request."""
+    attention: int
+    """Number of tokens of the longest prefix that full attention had cached."""
     computed: int
     reserved: int
     incomplete: Sequence[int]
     """For each group, how many leading table entries are not fully loaded, so not published."""
+    gone: list[int]
+    """For each group, how many leading table entries are `NO_BLOCK`."""
 
 
 class BlockPool:
@@ -57,6 +64,10 @@ class BlockPool:
 
     `events` is a function that is called with the events of stored and evicted blocks. It must
     not raise. With `partial_hits`, a hit may end inside a block if every layer supports it.
+
+    A pool does not lock. Calls of one pool must not overlap: use it from one thread, as a scheduler
+    does, or hold a lock during each call. A call that begins during another one, also from the
+    listener, raises `concurrent_calls` and changes nothing.
 
     >>> from kvatlas.planning import plan
     >>> pool = BlockPool(plan("gpt-oss-20b", memory="40GiB"))
@@ -83,7 +94,7 @@ class BlockPool:
         events: Callable[[list[BlockEvent]], None] | None = None,
     ) -> None:
         self.plan = checked_plan(plan)
-        self.checkpoints = checkpoints or EveryBlock()
+        self.checkpoints = checkpoints or VllmDefault()
         self.weights = weights
         kind = eviction_policy(eviction)
         sizes: dict[int, int] = {}
@@ -99,6 +110,7 @@ class BlockPool:
             for index, blocks in sizes.items()
         }
         """The block ids of each pool, by pool index."""
+        self._calls = CallGuard()
         self._requests: dict[Hashable, _Request] = {}
         self._index = PrefixIndex(plan, partial_hits=partial_hits)
         self._listener = events
@@ -115,21 +127,25 @@ class BlockPool:
 
     # -- queries ----------------------------------------------------------------------
 
+    @one_call_at_a_time
     def tables(self, request: Hashable) -> dict[int, list[int]]:
         """Return the block tables by group. Entries that windows no longer need are `NO_BLOCK`."""
         return {group: list(table) for group, table in enumerate(self._get(request).tables)}
 
+    @one_call_at_a_time
     def tokens(self, request: Hashable) -> int:
         """Return the number of computed tokens of a request."""
         return self._get(request).computed
 
+    @one_call_at_a_time
     def match(self, chain: HashChain) -> int:
         """Return how many leading tokens of a prompt are cached in all groups.
 
         The last token never counts, because it is always computed.
         """
-        return self._index.longest(chain)
+        return self._index.longest(chain)[0]
 
+    @one_call_at_a_time
     def stops(self, request: Hashable, tokens: int) -> list[int]:
         """Return the numbers of tokens at which to call `computed`, so that it keeps states.
 
@@ -141,6 +157,7 @@ class BlockPool:
 
     # -- the life of a request ----------------------------------------------------------
 
+    @one_call_at_a_time
     def admit(
         self, request: Hashable, prompt: Sequence[int], identity: PrefixIdentity | None = None
     ) -> int:
@@ -149,7 +166,7 @@ class BlockPool:
         identity = identity or PrefixIdentity(weights=self.weights)
         chain = HashChain(identity, self._grain)
         chain.extend(prompt)
-        hit = self.match(chain)
+        hit, attention = self._index.longest(chain)
         tables: list[list[int]] = []
         for index, group in enumerate(self.plan.groups):
             blocks = self._index.groups[index].needed(chain, hit)
@@ -160,10 +177,12 @@ class BlockPool:
             gone = 0 if recurrent else needed_blocks(group, hit).start
             tables.append([NO_BLOCK] * gone + blocks)
         seen, all_there = self._count_seen(chain), (0,) * len(tables)
-        about = (len(chain), hit, seen, hit, hit, all_there)
+        gone = [table.count(NO_BLOCK) for table in tables]
+        about = (len(chain), hit, seen, attention, hit, hit, all_there, gone)
         self._requests[request] = _Request(chain, tables, *about)
         return hit
 
+    @one_call_at_a_time
     def reserve(self, request: Hashable, tokens: int) -> Reservation:
         """Reserve blocks for a request's first `tokens` tokens, including computed ones.
 
@@ -197,6 +216,7 @@ class BlockPool:
         self._tell()
         return made
 
+    @one_call_at_a_time
     def computed(self, request: Hashable, tokens: int, new: Sequence[int] = ()) -> None:
         """Record that the first `tokens` tokens are stored. `new` are generated tokens to append.
 
@@ -206,11 +226,16 @@ class BlockPool:
         asked = self._get(request)
         tokens = checked_tokens(tokens, asked.computed, asked.reserved, len(asked.chain) + len(new))
         asked.chain.extend(new)
+        self._record(asked, tokens)
+
+    def _record(self, asked: _Request, tokens: int) -> None:
+        """Publish the blocks of the first `tokens` tokens, which are now stored."""
         if self._reuses and self._publish(asked, tokens):
             asked.reserved = tokens  # the next reserve copies the state, which is now immutable
         asked.computed = tokens
         self._tell()
 
+    @one_call_at_a_time
     def loaded(self, request: Hashable, tokens: int) -> None:
         """Record that the cache of the first `tokens` tokens was loaded instead of computed.
 
@@ -223,8 +248,9 @@ class BlockPool:
             ceil_div(first_seen(self.plan, index, tokens), group.block)
             for index, group in enumerate(self.plan.groups)
         ]
-        self.computed(request, tokens)
+        self._record(asked, tokens)
 
+    @one_call_at_a_time
     def fork(self, request: Hashable, child: Hashable) -> None:
         """Duplicate a request as `child`. Both share all blocks copy-on-write."""
         asked = self._get(request)
@@ -233,25 +259,32 @@ class BlockPool:
         for group, table in zip(self.plan.groups, tables, strict=True):
             self.ids[group.pool].share(table)
         asked.reserved = asked.computed  # the next reserve of either request copies shared blocks
-        self._requests[child] = replace(asked, chain=asked.chain.copy(), tables=tables)
+        chain, gone = asked.chain.copy(), list(asked.gone)
+        self._requests[child] = replace(asked, chain=chain, tables=tables, gone=gone)
 
+    @one_call_at_a_time
     def free(self, request: Hashable) -> None:
         """End a request and release its blocks, the last first. Published blocks are kept."""
+        self._end(request)
+
+    def _end(self, request: Hashable) -> int:
+        """Release the blocks of a request and return its number of computed tokens."""
         asked = self._get(request)
         del self._requests[request]
         for group, table in zip(self.plan.groups, asked.tables, strict=True):
             self.ids[group.pool].release(table[::-1])
+        return asked.computed
 
+    @one_call_at_a_time
     def preempt(self, request: Hashable) -> int:
         """Free a request that will resume later and return its number of computed tokens.
 
         To resume, admit it again with all of its tokens as the prompt. It then reuses the blocks
         that have not been evicted.
         """
-        computed = self._get(request).computed
-        self.free(request)
-        return computed
+        return self._end(request)
 
+    @one_call_at_a_time
     def clear(self) -> None:
         """Remove all cached prefixes. Active requests keep their blocks."""
         self._index.clear()
@@ -286,14 +319,16 @@ class BlockPool:
         return self._seen.count(digests) * self._step
 
     def _leave_behind(self, asked: _Request) -> None:
-        for group, table in zip(self.plan.groups, asked.tables, strict=True):
+        """Release the blocks that have left the windows of all layers of their group."""
+        for index, (group, table) in enumerate(zip(self.plan.groups, asked.tables, strict=True)):
             if group.kind == "recurrent" or group.kind == "cross_attention":
                 continue
             stop = min(first_needed(group, asked.computed) // group.block, len(table))
-            left = [entry for entry in range(stop) if table[entry] != NO_BLOCK]
-            self.ids[group.pool].release([table[entry] for entry in reversed(left)])
-            for entry in left:
-                table[entry] = NO_BLOCK
+            gone = asked.gone[index]
+            if stop > gone:
+                self.ids[group.pool].release(table[gone:stop][::-1])
+                table[gone:stop] = [NO_BLOCK] * (stop - gone)
+                asked.gone[index] = stop
 
     def _entries(self, index: int, asked: _Request, tokens: int) -> int:
         """Return how many blocks must be added to a group's block table to hold `tokens` tokens."""
@@ -366,21 +401,38 @@ class BlockPool:
                 first = max(asked.computed // group.block, asked.incomplete[index])
                 self._keep(index, asked.chain, first, table[first : tokens // group.block])
             else:
-                stop = 0
-                for end in ends:
-                    needed = needed_blocks(group, end)
-                    first = max(needed.start, stop, asked.incomplete[index])
-                    stop = needed.stop
-                    while first < stop and table[first] == NO_BLOCK:
-                        first += 1
+                least = max(asked.incomplete[index], asked.gone[index])
+                for first, stop in self._window_runs(index, ends):
+                    first = max(first, least)
                     self._keep(index, asked.chain, first, table[first:stop])
         return kept_state
+
+    def _window_runs(self, index: int, ends: list[int]) -> Iterator[tuple[int, int]]:
+        """Yield the (start, stop) of the table entries that windows need after each of `ends`.
+
+        Entries that windows share are yielded once. Adjacent runs are joined, unless checkpoints
+        are limited to a share of the pool, which is applied to each checkpoint.
+        """
+        group = self.plan.groups[index]
+        joins = group.pool not in self._shares
+        firsts = group.visibility.first(np.array(ends, np.int64)) // group.block
+        begun = before = -1
+        for first, end in zip(firsts.tolist(), ends, strict=True):
+            start, stop = max(min(first, end // group.block), before), end // group.block
+            if not joins or start > before:
+                if before > begun:
+                    yield begun, before
+                begun = start
+            before = stop
+        if before > begun:
+            yield begun, before
 
     def _kept_ends(self, asked: _Request, tokens: int) -> list[int]:
         """Return the numbers of tokens, up to `tokens`, after which to keep a new checkpoint."""
         begun, stop = asked.computed // self._step, tokens // self._step
         seen, end = asked.seen // self._step, asked.prompt // self._step
-        known = Prompt(self._step, begun, seen, end, max(stop, end))
+        attention, resend = asked.attention // self._step, max(asked.prompt - 1, 0) // self._step
+        known = Prompt(self._step, begun, seen, end, max(stop, end), attention, resend)
         chosen = self.checkpoints.positions(known).tolist()
         return [one * self._step for one in chosen if begun < one <= stop]
 

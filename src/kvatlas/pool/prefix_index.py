@@ -73,9 +73,11 @@ class GroupIndex:
         while (entry + 1) * block > least:
             stop = min(tokens, (entry + 1) * block)
             found = stop if recurrent else self._within(chain, entry, stop)
-            if found > max(entry * block, least) and self._has(chain, found):
+            missing = self._missing(chain, found) if found > max(entry * block, least) else None
+            if missing == -1:
                 return found
-            entry -= 1
+            # Every window that contains the missing block fails, so continue inside or before it.
+            entry = entry - 1 if missing is None else min(entry - 1, missing)
         return least
 
     def needed(self, chain: HashChain, tokens: int) -> list[int]:
@@ -118,11 +120,17 @@ class GroupIndex:
         near = followers[max(place - 1, 0) : place + 1]
         return max((_equal_tokens(row, name.row), name.digest) for name in near)
 
-    def _has(self, chain: HashChain, tokens: int) -> bool:
-        """Return whether all complete blocks that are needed after `tokens` tokens are cached."""
+    def _missing(self, chain: HashChain, tokens: int) -> int:
+        """Return the last complete block that is needed after `tokens` tokens but not cached.
+
+        The result is its table entry, or -1 if all are cached.
+        """
         block, entries = self.group.block, needed_blocks(self.group, tokens)
         digests = chain.ends(block, entries.start, min(entries.stop, tokens // block))
-        return _leading(self.blocks, digests) == len(digests)
+        for place in range(len(digests) - 1, -1, -1):
+            if digests[place] not in self.blocks:
+                return entries.start + place
+        return -1
 
     # -- changes ----------------------------------------------------------------------
 
@@ -182,25 +190,28 @@ class PrefixIndex:
         self._names: dict[int, dict[int, BlockName]] = {group.pool: {} for group in plan.groups}
         """The name of each block, by pool and block id."""
 
-    def longest(self, chain: HashChain) -> int:
+    def longest(self, chain: HashChain) -> tuple[int, int]:
         """Return how many leading tokens of a prompt are cached in every group.
 
-        The last token is excluded, because it is always computed.
+        The second result is the number of leading tokens that full attention has cached; without
+        full attention, it equals the first. The last token is excluded, because it is always
+        computed.
         """
         if not self._reuses:
-            return 0
+            return 0, 0
         # A group that keeps all tokens can serve any shorter prefix, so one lookup is enough.
         longest = self._whole(len(chain) - 1)
         for group in self.groups:
             if group.keeps_all:
                 longest = self._whole(group.reach(chain, longest))
+        attention = longest
         others = [group for group in self.groups if not group.keeps_all]
         before = -1
         while longest != before:
             before = longest
             for group in others:
                 longest = self._whole(group.reach(chain, longest))
-        return longest
+        return longest, attention if len(others) < len(self.groups) else longest
 
     def _whole(self, tokens: int) -> int:
         return max(tokens, 0) // self._step * self._step

@@ -23,6 +23,7 @@ from kvatlas.simulate.replay_base import Outcome, Progress, ReplayBase, ReplayPo
 from kvatlas.simulate.tiers import LowerTier, TieredReplay
 from kvatlas.simulate.timed_replay import TimedReplay
 from kvatlas.simulate.traces import Ints, Trace
+from kvatlas.simulate.upper_bound import upper_bound
 from kvatlas.simulate.vllm_replay import VllmReplay
 
 BRANCH_POINTS = "branch-points"
@@ -114,6 +115,10 @@ def simulate(
     group and, with LRU eviction, keep two copies of recomputed blocks, as vLLM does. `by_group`
     overrides this. Two copies are not simulated with `arrivals` or `tiers`.
 
+    `eviction="optimal"` knows the future. If every layer keeps all tokens, it is Belady's rule.
+    Otherwise nothing is replayed: the rates are upper bounds for all checkpoint and eviction
+    policies (`upper_bound`), and no blocks are counted.
+
     By default, requests run one after the other. With `arrivals`, they overlap in time, and active
     requests hold their blocks. Evicted blocks move to the first of `tiers` (plans by name), and
     from there to the next. `state_share` is the share of the first tier that is reserved for
@@ -122,6 +127,10 @@ def simulate(
     policy = _policy(plan, eviction, checkpoints, by_group)
     model = PoolModel.of(plan)
     spans = spans_of(trace, model.step)
+    if eviction == "optimal":
+        _require_gpu_alone(arrivals=arrivals, tiers=bool(tiers))
+        if len(model.classes) > 1 or model.classes[0].needs != "all":
+            return _bounds(plan, trace, model, spans, cost)
     options = _options(model, trace, spans, cost)
     waited, found = 0.0, None
     if tiers:
@@ -184,6 +193,51 @@ def _one_by_one(
         tokens = batched_tokens(plan)
         return VllmReplay(model, spans, policy, trace=trace, batched_tokens=tokens)
     return Replay(model, spans, policy, **_options(model, trace, spans, cost))
+
+
+def _require_gpu_alone(*, arrivals: bool, tiers: bool) -> None:
+    if arrivals or tiers:
+        problem = "The policy optimal requires that requests run one after the other, without tiers"
+        got = "eviction='optimal' with " + ("arrivals" if arrivals else "tiers")
+        hint = "Omit the arrivals or tiers, or use another eviction policy"
+        raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
+
+
+def _bounds(
+    plan: Plan, trace: Trace, model: PoolModel, spans: Spans, cost: PrefillCost | None
+) -> HitRates:
+    """Return upper bounds of all rates. Each rate is bounded separately."""
+    best = ceiling(trace)
+    real = np.maximum(trace.lengths, 1)
+    ones = np.ones(len(trace))
+    late = np.arange(len(trace)) >= len(trace) // 2
+    found, last, mean = (
+        upper_bound(model, spans, trace, model.step * values)
+        for values in (ones, ones * late, ones / real)
+    )
+    whole = int(found + 0.5) // model.step * model.step  # hits are whole spans
+    plain = _rates(
+        plan, trace, model, Outcome(np.zeros(len(trace), np.int64)), None,
+        eviction="optimal", checkpoints="optimal", arrivals=False, waited=0.0, found_by_tier={},
+    )  # fmt: skip
+    total = saved = None
+    if cost is not None:
+        # FLOPs are not linear in tokens: use what unlimited memory would save.
+        total = float(cost.flops(trace.lengths * 0, trace.lengths).sum())
+        saved = float(cost.flops(trace.lengths * 0, best).sum())
+    return msgspec.structs.replace(
+        plain,
+        found=whole,
+        hit_rate=_share(whole, trace.tokens),
+        hit_rate_by_request=mean / len(trace),
+        hit_rate_last_half=_share(last, trace.lengths[len(trace) // 2 :].sum()),
+        computed=trace.tokens - whole,
+        computed_again=max(int(best.sum()) - whole, 0),
+        found_by_tier={"gpu": whole},
+        flops=total,
+        flops_saved=saved,
+        seconds_saved=None if saved is None or cost is None else cost.seconds(saved),
+    )
 
 
 def _lower_tiers(

@@ -32,11 +32,11 @@ class Prompt(msgspec.Struct, frozen=True):
     """Length of the prefix that later requests can share. A trace may have no id for the rest."""
     stop: int
     """Number of complete blocks of the prompt."""
-    attention: int | None = None
-    """Length of the longest prefix that full attention has cached; None if unknown."""
-    resend: int | None = None
+    attention: int = 0
+    """Length of the longest prefix that full attention has cached."""
+    resend: int = 0
     """The last block end before the prompt's last token, where the same prompt could continue if
-    it were sent again; None if unknown."""
+    it were sent again."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,19 +18,15 @@ class VllmDefault(Checkpoints):
 
     The second is kept only if states or windows of other layers are missing there.
 
-    >>> VllmDefault().positions(Prompt(block=16, hit=2, seen=0, end=9, stop=9, attention=5))
+    >>> VllmDefault().positions(Prompt(16, hit=2, seen=0, end=9, stop=9, attention=5, resend=9))
     array([5, 9])
     """
-
-    asks_for_seen = True
 
     def positions(self, prompt: Prompt) -> Positions:
         """Return the end of the prefix that full attention has cached, and the end of the prompt.
 
-        Positions up to `prompt.hit` are omitted. If `prompt.attention` is unknown, `prompt.seen`
-        is used instead.
+        Positions up to `prompt.hit` are omitted.
         """
-        shared = prompt.seen if prompt.attention is None else prompt.attention
-        last = prompt.end if prompt.resend is None else min(prompt.end, prompt.resend)
-        chosen = sorted({min(shared, last), last})
+        last = min(prompt.end, prompt.resend)
+        chosen = sorted({min(prompt.attention, last), last})
         return np.array([end for end in chosen if end > prompt.hit], np.int64)

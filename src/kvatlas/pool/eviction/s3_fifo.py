@@ -33,15 +33,17 @@ class S3Fifo(Eviction):
 
     def used(self, ids: Ids, use: Use) -> None:  # noqa: ARG002 - only the order matters
         """Count a use of each entry that is in a queue, and add the others to a queue."""
-        for entry in ids.tolist():
-            for queue in (self._small, self._main):
-                if entry in queue:
-                    queue[entry] = min(queue[entry] + 1, MOST_USES)
-                    break
+        entries, small, main, ghosts = ids.tolist(), self._small, self._main, self._ghosts
+        for entry in entries:
+            if entry in small:
+                small[entry] = min(small[entry] + 1, MOST_USES)
+            elif entry in main:
+                main[entry] = min(main[entry] + 1, MOST_USES)
+            elif entry in ghosts:
+                del ghosts[entry]
+                main[entry] = 0
             else:
-                back = entry in self._ghosts
-                self._ghosts.pop(entry, None)
-                (self._main if back else self._small)[entry] = 0
+                small[entry] = 0
 
     def forget(self, ids: Ids) -> None:
         """Remove entries, and do not remember them as recently evicted."""

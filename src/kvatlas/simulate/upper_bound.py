@@ -1,0 +1,226 @@
+"""`upper_bound`: the most prompt tokens that any policy can find in the pools of a plan.
+
+A request that continues after n spans needs every attention span before n, the windows before n and
+the states after n. Each of these entries must have been kept since the previous request that
+contains it, because no later request could have stored it. So a hit occupies, for each entry, its
+blocks from the previous request to this one. The bound is the largest number of tokens whose
+entries fit into the pools at all times: while a request runs, beside its own blocks, and between
+two requests.
+
+This packing problem is relaxed by a price per block and moment (Lagrangian duality). With given
+prices every request chooses its best hit by itself, and the sum of all gains plus the price of all
+blocks is at least the optimum, whatever the prices are. Prices are improved by subgradient steps,
+and the lowest sum is the result. Two simplifications only raise the bound: an entry may be stored
+by every request that contains it, even if that request continued after it, and chunks are free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvatlas.simulate.layer_classes import PoolModel
+from kvatlas.simulate.prompt_spans import Spans
+from kvatlas.simulate.traces import Ints, Trace
+
+Floats = NDArray[np.float64]
+
+ROUNDS = 1000
+"""Maximum number of price updates."""
+PATIENCE = 40
+"""Number of updates without progress after which smaller steps are taken."""
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Consecutive spans of a request whose previous requests are the same; the ends are the hits.
+
+    Prefixes of a request that are longer were requested longer ago. Inside a run, the gain of a hit
+    is a convex function of its length, so the best hit is at the end of a run.
+    """
+
+    request: Ints
+    before: Ints
+    """The previous request that contains the spans."""
+    start: Ints
+    stop: Ints
+    """Indices of spans in the request."""
+    owner: Ints
+    """For each run, the index of the first run of its request."""
+
+    @classmethod
+    def of(cls, spans: Spans, served: NDArray[np.bool_]) -> _Runs:
+        last = np.full(spans.count, -1, np.int64)
+        requests, befores, starts, stops = [], [], [], []
+        limits = spans.reusable.tolist()
+        for request in np.flatnonzero(served).tolist():
+            numbers = spans.of_request(request)
+            before = last[numbers[: limits[request]]]
+            known = int(np.searchsorted(-before, 1))  # before descends; -1 means never requested
+            before = before[:known]
+            ends = np.append(np.flatnonzero(np.diff(before)) + 1, known)[: known or None]
+            if known:
+                stops.append(ends)
+                starts.append(np.append(0, ends[:-1]))
+                befores.append(before[ends - 1])
+                requests.append(np.full(len(ends), request))
+            last[numbers] = request
+        parts = [np.concatenate([*some, np.empty(0, np.int64)]).astype(np.int64)
+                 for some in (requests, befores, starts, stops)]  # fmt: skip
+        first = np.flatnonzero(np.diff(parts[0], prepend=-1))
+        owner = np.repeat(first, np.diff(np.append(first, len(parts[0]))))
+        return cls(*parts, owner)
+
+
+class _Prices:
+    """The relaxed problem: prices of blocks at every moment, and the hits that they allow."""
+
+    def __init__(self, model: PoolModel, spans: Spans, trace: Trace, values: Floats) -> None:
+        states = [_blocks(model, pool, "state") for pool in range(len(model.blocks))]
+        need = _attention_blocks(model, trace) + np.array(states)[:, None]
+        rooms = np.array(model.blocks)[:, None]
+        served = (need <= rooms).all(0)
+        self._runs = runs = _Runs.of(spans, served)
+        moments = 2 * len(trace) + 1
+        self.room = np.repeat(rooms.astype(np.float64), moments, axis=1)
+        """[pool, moment]: blocks that kept entries may take. Moment 2 n is during request n, and
+        moment 2 n + 1 is between requests n and n + 1."""
+        self.room[:, 0:-1:2] -= np.where(served, need, 0)
+        self._begin, self._end = 2 * runs.before + 1, 2 * runs.request
+        # The state at the very end of a prompt is that of the running request until it ends. Other
+        # states, and windows, take room beside the request from which they are kept.
+        at_end = runs.stop * spans.step >= trace.lengths[runs.before]
+        self._state_begin = 2 * runs.before + at_end
+        self._first = np.flatnonzero(runs.owner == np.arange(len(runs.owner)))
+        self._sizes = np.diff(np.append(self._first, len(runs.owner)))
+        self._value = values[runs.request] * runs.stop
+        self._attention = [_blocks(model, pool, "all") for pool in range(len(model.blocks))]
+        self._states = states
+        self._windows = [
+            (one.pool, one.blocks, *self._window(one.first(runs.stop, spans.step)))
+            for one in model.classes
+            if one.needs == "window" and not one.visibility.chunk
+        ]
+
+    def _window(self, first: Ints) -> tuple[Ints, Ints]:
+        """Return the first span of each run's window, and the run that contains this span."""
+        runs = self._runs
+        # Runs are sorted by request and by span, so one search over both finds the run.
+        far = int(runs.stop.max(initial=0)) + 1
+        order = runs.request * far + runs.start
+        place = np.searchsorted(order, runs.request * far + first, side="right") - 1
+        return first, place.astype(np.int64)
+
+    def solve(self, rounds: int) -> float:
+        """Return the lowest bound that `rounds` updates of the prices find."""
+        price = best_price = np.full(self.room.shape, self._constant_price())
+        best, left = self.evaluate(price)
+        hope, idle, direction = 0.1 * best, 0, left
+        for _ in range(rounds):
+            bound, left = self.evaluate(price)
+            if bound < best:
+                idle = 0 if bound < best - 0.05 * hope else idle
+                best, best_price = bound, price
+            idle += 1
+            if idle > PATIENCE:
+                hope, idle, price = 0.85 * hope, 0, best_price
+                bound, left = self.evaluate(price)
+                direction = left
+            direction = _downhill(price, (direction + left) / 2)
+            if not direction.any():
+                direction = _downhill(price, left)
+            if not direction.any():
+                return bound  # no price can be improved, so this is the optimum
+            step = (bound - best + hope) / float((direction**2).sum())
+            price = np.maximum(price - step * direction, 0.0)
+        return best
+
+    def _constant_price(self) -> float:
+        """Return the best of the prices that are the same at all moments."""
+        prices = [0.0, *np.geomspace(1e-9, 1.0, 28) * max(float(self._value.max(initial=1.0)), 1.0)]
+        return min(prices, key=lambda one: self.evaluate(np.full(self.room.shape, one))[0])
+
+    def evaluate(self, price: Floats) -> tuple[float, Floats]:
+        """Return the bound for these prices, and the room that its hits leave at each moment."""
+        runs, gain = self._runs, self._value.copy()
+        lengths = runs.stop - runs.start
+        for pool, row in enumerate(price):
+            total = np.concatenate([[0.0], row.cumsum()])
+            each = total[self._end] - total[self._begin]
+            whole = (each * lengths).cumsum()
+            gain -= self._attention[pool] * (whole - (whole - each * lengths)[runs.owner])
+            gain -= self._states[pool] * (total[self._end] - total[self._state_begin])
+            if self._windows:
+                each = total[self._end] - total[self._begin - 1]
+                whole = (each * lengths).cumsum()
+                before = whole - each * lengths
+            for of, blocks, first, place in self._windows:
+                if of == pool:
+                    outside = before[place] + (first - runs.start[place]) * each[place]
+                    gain -= blocks * (whole - outside)
+        bound = float((price * self.room).sum())
+        left = self.room.copy()
+        if len(self._first):
+            best = np.maximum.reduceat(gain, self._first)
+            bound += float(np.maximum(best, 0.0).sum())
+            self._take(left, gain, best)
+        return bound, left
+
+    def _take(self, left: Floats, gain: Floats, best: Floats) -> None:
+        """Subtract the blocks of the best hit of each request from the room that is left."""
+        runs = self._runs
+        top = np.repeat(best, self._sizes)
+        hits = np.flatnonzero((gain == top) & (top > 0))
+        last = np.full(len(self._first), -1, np.int64)
+        number = np.repeat(np.arange(len(self._first)), self._sizes)
+        last[number[hits]] = hits  # the longest of equal hits
+        chosen = last[number]
+        inside = np.arange(len(chosen)) <= chosen
+        lengths = (runs.stop - runs.start) * inside
+        ends = left.shape[1] + 1
+        for pool, row in enumerate(left):
+            attention = self._attention[pool] * lengths.astype(np.float64)
+            states = self._states[pool] * (np.arange(len(chosen)) == chosen).astype(np.float64)
+            windows = np.zeros(len(chosen))
+            for of, size, first, _ in self._windows:
+                if of == pool:
+                    seen = runs.stop - np.maximum(runs.start, first[chosen])
+                    windows += size * np.clip(seen, 0, None) * inside
+            change = np.bincount(self._begin, attention, ends)
+            change += np.bincount(self._state_begin, states, ends)
+            change += np.bincount(self._begin - 1, windows, ends)
+            change -= np.bincount(self._end, attention + states + windows, ends)
+            row -= change.cumsum()[:-1]
+
+
+def _downhill(price: Floats, direction: Floats) -> Floats:
+    """Return the direction without the parts that would make a price negative."""
+    return np.where((price <= 0.0) & (direction > 0.0), 0.0, direction)
+
+
+def _blocks(model: PoolModel, pool: int, needs: str) -> int:
+    return sum(one.blocks for one in model.classes if one.pool == pool and one.needs == needs)
+
+
+def _attention_blocks(model: PoolModel, trace: Trace) -> Ints:
+    """Return [pool, request]: the blocks of full attention that a running request holds."""
+    tokens = trace.lengths + trace.outputs
+    each = [_blocks(model, pool, "all") for pool in range(len(model.blocks))]
+    return np.array([-(-tokens * blocks // model.step) for blocks in each])
+
+
+def upper_bound(
+    model: PoolModel, spans: Spans, trace: Trace, values: Floats | None = None,
+    *, rounds: int = ROUNDS,
+) -> float:  # fmt: skip
+    """Return an upper bound of the spans that requests find, with any checkpoints and eviction.
+
+    `values` are the weights of a span of each request; by default 1.
+    """
+    given = np.ones(len(trace)) if values is None else values
+    if all(one.visibility.chunk for one in model.classes):
+        return float((given * spans.reusable).sum())  # a chunk begins without earlier tokens
+    problem = _Prices(model, spans, trace, given)
+    return problem.solve(rounds)
