@@ -229,7 +229,8 @@ def test_a_folder_of_limited_size_keeps_to_it(tmp_path: Path) -> None:
 
 
 def test_a_member_whose_name_is_not_utf8_is_refused_with_a_printable_name(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "bytes.tar", "w", encoding="latin-1") as archive:
+    form: dict[str, Any] = {"format": tarfile.GNU_FORMAT, "encoding": "latin-1"}
+    with tarfile.open(tmp_path / "bytes.tar", "w", **form) as archive:
         about = tarfile.TarInfo("kv2/\xff\xfe")
         about.size = 4
         archive.addfile(about, io.BytesIO(b"four"))
