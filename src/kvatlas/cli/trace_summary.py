@@ -81,7 +81,7 @@ def _arrivals(facts: TraceFacts) -> str:
     if facts.requests_per_second is None:
         return "Arrival times are unknown."
     return (
-        f"{facts.requests_per_second:,.3g} requests per second over {facts.seconds:,.0f} s; "
+        f"{facts.requests_per_second:,.3g} requests per second over {facts.duration:,.0f} s; "
         f"{facts.busiest_minute:,} in the busiest minute."
     )
 

@@ -36,7 +36,7 @@ class TraceFacts(msgspec.Struct, frozen=True):
     output_tokens: int
     block: int
     """Number of tokens per id. Prefixes are shared in whole blocks."""
-    seconds: float
+    duration: float
     """Time from the first to the last request."""
     requests_per_second: float | None
     """Mean arrival rate; None if the trace has no arrival times."""
@@ -77,7 +77,7 @@ def trace_facts(trace: Trace) -> TraceFacts:
         prompt_tokens=trace.tokens,
         output_tokens=int(trace.outputs.sum()),
         block=trace.block,
-        seconds=span,
+        duration=span,
         requests_per_second=len(trace) / span if span else None,
         busiest_minute=_busiest_minute(trace.times) if span else None,
         prompt_lengths=_percentiles(trace.lengths),
