@@ -24,7 +24,7 @@ from kvatlas.simulate import (
     read_trace,
     simulate,
 )
-from kvatlas.simulate.traces import TraceBuilder
+from kvatlas.simulate.traces import TraceBuilder, TraceRequest
 from kvatlas.simulate.upper_bound import upper_bound
 from kvatlas.specs import Visibility
 from tests.pool.best_hits import Path, TinyCache
@@ -54,11 +54,10 @@ def tiny_cache(dice: Random) -> TinyCache:
 
 def as_trace(requests: list[Path]) -> Trace:
     builder = TraceBuilder("tiny", 1)
-    builder.begin("tiny")
     numbers: dict[Path, int] = {}
     for line, path in enumerate(requests):
         ids = [numbers.setdefault(path[: n + 1], len(numbers)) for n in range(len(path))]
-        builder.add(line + 1, ids, len(ids), 0, 0.0)
+        builder.add(f"line {line}", TraceRequest(len(ids), ids))
     return builder.finish()
 
 

@@ -177,9 +177,9 @@ class BlockPool:
             gone = 0 if recurrent else needed_blocks(group, hit).start
             tables.append([NO_BLOCK] * gone + blocks)
         seen, all_there = self._count_seen(chain), (0,) * len(tables)
-        gone = [table.count(NO_BLOCK) for table in tables]
-        about = (len(chain), hit, seen, attention, hit, hit, all_there, gone)
-        self._requests[request] = _Request(chain, tables, *about)
+        absent = [table.count(NO_BLOCK) for table in tables]
+        counts = (len(chain), hit, seen, attention, hit, hit)
+        self._requests[request] = _Request(chain, tables, *counts, all_there, absent)
         return hit
 
     @one_call_at_a_time

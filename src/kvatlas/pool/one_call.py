@@ -47,7 +47,7 @@ def one_call_at_a_time(
     """Make a method raise `concurrent_calls` while another call of the same object runs."""
 
     @wraps(method)
-    def guarded(self: Self, *args: Given.args, **options: Given.kwargs) -> Result:
+    def guarded(self: Self, /, *args: Given.args, **options: Given.kwargs) -> Result:
         with self._calls:
             return method(self, *args, **options)
 

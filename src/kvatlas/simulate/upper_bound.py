@@ -71,7 +71,7 @@ class _Runs:
                  for some in (requests, befores, starts, stops)]  # fmt: skip
         first = np.flatnonzero(np.diff(parts[0], prepend=-1))
         owner = np.repeat(first, np.diff(np.append(first, len(parts[0]))))
-        return cls(*parts, owner)
+        return cls(parts[0], parts[1], parts[2], parts[3], owner)
 
 
 class _Prices:
@@ -140,7 +140,8 @@ class _Prices:
     def _constant_price(self) -> float:
         """Return the best of the prices that are the same at all moments."""
         prices = [0.0, *np.geomspace(1e-9, 1.0, 28) * max(float(self._value.max(initial=1.0)), 1.0)]
-        return min(prices, key=lambda one: self.evaluate(np.full(self.room.shape, one))[0])
+        sums = [self.evaluate(np.full(self.room.shape, one))[0] for one in prices]
+        return float(prices[int(np.argmin(sums))])
 
     def evaluate(self, price: Floats) -> tuple[float, Floats]:
         """Return the bound for these prices, and the room that its hits leave at each moment."""
