@@ -209,6 +209,7 @@ class Question:
         """Return a layer of vLLM without weights, with what its spec depends on."""
         if isinstance(spec, Recurrent):
             return self._recurrent(spec)
+        about: dict[str, Any]
         if isinstance(spec, LatentAttention):
             about: dict[str, Any] = {"head_size": spec.latent + spec.rope, "indexer": None}
             about |= {"sliding_window": None, "topk_buffer_width": None}
