@@ -69,7 +69,7 @@ def test_an_unknown_oracle_is_refused() -> None:
 def test_each_kind_of_difference_is_found() -> None:
     """A changed size, head count or window, a missing layer, and one too many."""
     caches = Model.load(GEMMA2).layers
-    rows = {"keys": (2, 7, 16), "values": (2, 7, 16)}
+    rows: dict[str, tuple[int, ...]] = {"keys": (2, 7, 16), "values": (2, 7, 16)}
     right = [CachedLayer(rows, 64), CachedLayer(rows)] * 2
     assert differences(caches, right) == []
     wrong = [
