@@ -211,7 +211,7 @@ class Question:
             return self._recurrent(spec)
         about: dict[str, Any]
         if isinstance(spec, LatentAttention):
-            about: dict[str, Any] = {"head_size": spec.latent + spec.rope, "indexer": None}
+            about = {"head_size": spec.latent + spec.rope, "indexer": None}
             about |= {"sliding_window": None, "topk_buffer_width": None}
             about |= {"non_causal_multi_token_decode": False}
             made = _bare("mla_attention", "MLAAttention")

@@ -101,7 +101,7 @@ def test_the_bound_is_refused_beside_tiers_and_arrivals() -> None:
     made = plan("gpt-oss-120b", memory="6GiB", max_len=8192)
     for options in ({"arrivals": True}, {"tiers": {"host": made}}):
         with pytest.raises(AtlasError) as refusal:
-            simulate(made, trace, eviction="optimal", **options)  # type: ignore[arg-type]
+            simulate(made, trace, eviction="optimal", **options)
         assert refusal.value.code is Code.CONTRADICTORY
 
 
