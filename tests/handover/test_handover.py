@@ -212,7 +212,6 @@ def test_tokens_agree_through_a_store_that_two_topologies_share(name: str, tmp_p
     made = [make_plan(config, batch=2, max_len=LONGEST, **end) for end in (src, dst)]
     rows = make_plan(config, batch=2, max_len=LONGEST, layout="BLHNC")
     ours = CacheIdentity(weights=f"the weights of {name}")
-    keys = prefix_keys(rows, prompt(5)[0].tolist())
 
     def opened() -> StoreTier:
         return StoreTier(FolderStore(tmp_path), rows, ours, shards=6, staging=1 << 20)
@@ -223,6 +222,7 @@ def test_tokens_agree_through_a_store_that_two_topologies_share(name: str, tmp_p
     ):
         blocks = prefilled.copy_from(own_cache(name, 5), PROMPT)
         with opened() as tier:
+            keys = prefix_keys(tier.plan, prompt(5)[0].tolist())
             for rank, pools in prefilled.pools.items():
                 tier.store(pools, made[0], rank=rank, blocks=blocks, tokens=PROMPT, keys=keys)
         mine = scattered(ranks.plan, PROMPT)

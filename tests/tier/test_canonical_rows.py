@@ -66,7 +66,7 @@ def test_the_catalogue_has_65_models() -> None:
 @pytest.mark.parametrize("name", ["Whisper-large-v3", "LFM2-1.2B"])
 def test_rows_stored_by_name_are_found_by_the_plan_of_another_topology(name: str) -> None:
     store, model = HostStore(), Model.load(name)
-    own = plan(model, memory="256MiB", max_len=128, in_flight=0)
+    own = plan(model, memory="288MiB", max_len=128, in_flight=0)
     other = plan(model, memory="256MiB", max_len=128, in_flight=0, policy="vllm", tp=2)
     rng = np.random.default_rng(5)
     pools = {pool.index: rng.integers(0, 256, pool.nbytes, dtype=np.uint8) for pool in own.pools}

@@ -76,7 +76,7 @@ class World:
     def put(self, made: Plan, rank: int, held: Pools, tables: Any, tokens: Any = None) -> None:
         """What a rank holds of the request, written where its tables say."""
         tokens = self.tokens if tokens is None else tokens
-        way = route(self.base, made)
+        way = route(self.base, made, padding=False)  # tiers keep no padding
         for copy in (
             way.bind(
                 source_rank=0,

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import signal
+import threading
 import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -184,23 +185,19 @@ def _slow_down(seconds: float) -> None:
         Handle.wait = slowly  # type: ignore[method-assign, assignment]
 
 
-def _fork_on_signal(note: str) -> None:
-    """On SIGUSR1, fork a process that does nothing, and write its number to a file."""
+def _fork_when_told(note: str) -> None:
+    """Fork a process that does nothing for each line in a pipe, and write its number to a file.
 
-    forking = False
+    A thread does it: a signal handler would fork in the middle of any call of the main thread, and
+    wait forever for locks that this thread holds, such as those of `concurrent.futures`.
+    """
 
-    def fork(*_: object) -> None:
-        nonlocal forking
-        if forking or Path(note).exists():  # the signal is sent again while this runs
-            return
-        forking = True
-        # Linux starts a fork over if a signal arrives: on a busy machine it might never end.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-        Path(note).write_text(str(forked_idler()))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-        forking = False
+    def fork() -> None:
+        while True:
+            Path(f"{note}.wanted").read_bytes()  # returns once whoever wrote to it has closed it
+            Path(note).write_text(str(forked_idler()))
 
-    signal.signal(signal.SIGUSR1, fork)
+    threading.Thread(target=fork, daemon=True).start()
 
 
 def main(told: Connection) -> None:
@@ -215,7 +212,7 @@ def main(told: Connection) -> None:
     os.environ.update(order.pop("settings", {}))
     pull_pipeline._BATCH = order.pop("batch", pull_pipeline._BATCH)
     _slow_down(order.pop("slow", 0.0))
-    _fork_on_signal(order.pop("fork_note"))
+    _fork_when_told(order.pop("fork_note"))
     if "secret" in order:
         order["secret"] = bytes.fromhex(order["secret"])
     rank = Rank(Plan.from_json(order.pop("plan").encode()), **_with_identity(order))
@@ -237,6 +234,7 @@ class Child:
         self._endpoint = ""
         self._folder = TemporaryDirectory()
         self._note = Path(self._folder.name) / "forked"
+        os.mkfifo(f"{self._note}.wanted")
         self._due = 0
         """Answers to orders that nobody has heard yet."""
 
@@ -295,11 +293,9 @@ class Child:
     def fork(self) -> int:
         """Have it fork a child that does nothing. Returns the number of that child."""
         self._note.unlink(missing_ok=True)
-        for _ in range(40):
-            # Again if it does not: a thread that is about to wait handles no signal meanwhile.
-            self.signal(signal.SIGUSR1)
-            if waited(lambda: self._note.exists() and self._note.read_text() != "", 0.25):
-                return int(self._note.read_text())
+        Path(f"{self._note}.wanted").write_text("once")
+        if waited(lambda: self._note.exists() and self._note.read_text() != "", 10):
+            return int(self._note.read_text())
         self.signal(signal.SIGABRT)  # it prints where each of its threads is
         raise AssertionError("it does not fork")
 
