@@ -89,10 +89,8 @@ class _Prices:
         moment 2 n + 1 is between requests n and n + 1."""
         self.room[:, 0:-1:2] -= np.where(served, need, 0)
         self._begin, self._end = 2 * runs.before + 1, 2 * runs.request
-        # The state at the very end of a prompt is that of the running request until it ends. Other
-        # states, and windows, take room beside the request from which they are kept.
-        at_end = runs.stop * spans.step >= trace.lengths[runs.before]
-        self._state_begin = 2 * runs.before + at_end
+        # Room that states and windows take beside the request that computes them is not counted,
+        # since engines differ in it: the result stays an upper bound.
         self._first = np.flatnonzero(runs.owner == np.arange(len(runs.owner)))
         self._sizes = np.diff(np.append(self._first, len(runs.owner)))
         self._value = values[runs.request] * runs.stop
@@ -151,12 +149,9 @@ class _Prices:
             total = np.concatenate([[0.0], row.cumsum()])
             each = total[self._end] - total[self._begin]
             whole = (each * lengths).cumsum()
-            gain -= self._attention[pool] * (whole - (whole - each * lengths)[runs.owner])
-            gain -= self._states[pool] * (total[self._end] - total[self._state_begin])
-            if self._windows:
-                each = total[self._end] - total[self._begin - 1]
-                whole = (each * lengths).cumsum()
-                before = whole - each * lengths
+            before = whole - each * lengths
+            gain -= self._attention[pool] * (whole - before[runs.owner])
+            gain -= self._states[pool] * each
             for of, blocks, first, place in self._windows:
                 if of == pool:
                     outside = before[place] + (first - runs.start[place]) * each[place]
@@ -189,10 +184,8 @@ class _Prices:
                 if of == pool:
                     seen = runs.stop - np.maximum(runs.start, first[chosen])
                     windows += size * np.clip(seen, 0, None) * inside
-            change = np.bincount(self._begin, attention, ends)
-            change += np.bincount(self._state_begin, states, ends)
-            change += np.bincount(self._begin - 1, windows, ends)
-            change -= np.bincount(self._end, attention + states + windows, ends)
+            taken = attention + states + windows
+            change = np.bincount(self._begin, taken, ends) - np.bincount(self._end, taken, ends)
             row -= change.cumsum()[:-1]
 
 
@@ -221,7 +214,8 @@ def upper_bound(
     `values` are the weights of a span of each request; by default 1.
     """
     given = np.ones(len(trace)) if values is None else values
-    if all(one.visibility.chunk for one in model.classes):
-        return float((given * spans.reusable).sum())  # a chunk begins without earlier tokens
+    if all(one.visibility.chunk or one.visibility.window == 1 for one in model.classes):
+        # A chunk begins without earlier tokens, and a window of one token contains none.
+        return float((given * spans.reusable).sum())
     problem = _Prices(model, spans, trace, given)
     return problem.solve(rounds)
