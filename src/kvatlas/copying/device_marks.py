@@ -75,7 +75,7 @@ class DeviceMarks:
         return self._made - 1
 
     def _tell_done(self, number: int) -> None:
-        """Store and publish that mark `number` has completed. Called before its event is reused."""
+        """Publish that the GPU has passed the mark `number`. Called before its event is reused."""
         self.done = number
         if self.board is not None:
             self.board.tell_done(number)

@@ -65,7 +65,7 @@ class VectoredCalls(NamedTuple):
     nbytes: Int64s
 
     def each(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (index of first range, range count, file offset, size in bytes) of each call."""
+        """Yield (first range, number of ranges, file offset, bytes) of each read or write."""
         count = np.diff(self.first, append=len(self.ranges))
         columns = (self.first, count, self.offset, self.nbytes)
         yield from zip(*(column.tolist() for column in columns), strict=True)

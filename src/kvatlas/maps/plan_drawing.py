@@ -90,7 +90,7 @@ class PlanDrawing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draw_plan(plan: Plan, names: dict[str, int]) -> PlanDrawing:
-    """Return the drawing of a plan. Layer names that are not in `names` are added to it."""
+    """Return the drawing of a plan, and add its layer names to the dict `names`."""
     pages: dict[PageDrawing, int] = {}
     regions = tuple(_region(plan, region, names, pages) for region in plan.regions)
     summary = plan.summary()

@@ -203,7 +203,7 @@ def pack_unlike_pages(layers: list[SizedLayer]) -> list[GroupDraft]:
             Code.PAGES_NOT_UNIFIED,
             "Layers with different page sizes cannot be divided evenly into groups",
             got=f"sets of {', '.join(str(len(members)) for members in sets)} layers",
-            hint="Pass policy='atlas', which makes one group of each set",
+            hint="Pass policy='atlas', which makes one group of the layers of each page size",
         )
     return [group for group in groups if group.layers]
 

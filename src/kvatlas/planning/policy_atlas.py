@@ -299,7 +299,8 @@ def _plan_hybrid(hybrid: Hybrid) -> Plan:
 def _sound(hybrid: Hybrid, draft: PlanDraft) -> Plan | None:
     """Return the plan that a draft describes; None if it is not sound.
 
-    A plan is sound if it is valid, keeps the promise, and has blocks that kernels can read.
+    A plan is sound if it is valid, fits 99% of the requests of vLLM's plan, and has blocks
+    that kernels can read.
     """
     request = hybrid.request
     try:

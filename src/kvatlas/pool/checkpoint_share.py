@@ -1,4 +1,4 @@
-"""Limit the fraction of a pool that checkpoints may take if full attention uses it too."""
+"""Limit the fraction of a pool that checkpoints take, if full attention shares the pool."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def compile_pair(pair: GroupPair, strips: Sequence[StridedRuns]) -> CompiledPair
 def repeated(
     strips: Sequence[StridedRuns], scales: Sequence[int] | None = None
 ) -> list[RepeatedRuns]:
-    """Return one `RepeatedRuns` for all strips that differ only in their offsets.
+    """Merge strips that differ only in their offsets into one `RepeatedRuns` each.
 
     `scales` contains, for each strip, the index of its scale in `ElementCast.scales`.
     """

@@ -398,7 +398,7 @@ class ConvertedStream:
         return StreamChunk(index, first, copy, np.cumsum(copy.length))
 
     def _whole(self, place: int) -> int:
-        """Return the last cell boundary at or before a position in the stream."""
+        """Return the last boundary of a kernel block at or before a position in the stream."""
         index = bisect_right(self._ends, place)
         if index == len(self._ends):
             return self.nbytes

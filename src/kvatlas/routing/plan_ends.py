@@ -188,6 +188,6 @@ def _padding_between(source: PlanEnd, destination: PlanEnd, layer: str) -> froze
 
 
 def _unplaced(field: Field) -> object:
-    """Return what two ends must agree on before padding is copied between them."""
+    """Return the properties of a field that must be equal in two plans if its padding is copied."""
     sizes = {axis: size for axis, size in field.shape.items() if axis != "N"}
     return field.dtype, field.sharding, sizes

@@ -142,11 +142,11 @@ def grid_pieces(grid: Copy) -> list[Piece]:
 
 
 def pieces(near: Int64s, far: Int64s, length: Int64s, block_bytes: int) -> list[Piece]:
-    """Cut runs into pieces, each moved by one core; empty if one call per run is better.
+    """Cut runs into pieces that are each moved by one core, or return no pieces.
 
-    One call per run is better if the runs form only short contiguous ranges of the file within
-    blocks of `block_bytes` bytes. `near` contains the offsets of the runs in memory, and `far`
-    those in the file.
+    No pieces mean that one call per run is faster. That is so if the runs in each block of
+    `block_bytes` bytes join only into short contiguous ranges of the file. `near` contains the
+    offsets of the runs in memory, and `far` those in the file.
     """
     block = far // block_bytes
     follows = (far[1:] == far[:-1] + length[:-1]) & (block[1:] == block[:-1])

@@ -179,7 +179,7 @@ def _open_file(path: Path, made: Plan, shared: bool) -> Tier | TierClient:
 
 
 def is_store(where: str | Path) -> bool:
-    """Return whether an address is that of an object store, which requires an identity.
+    """Return whether an address is that of an object store, whose rows name the model's weights.
 
     >>> is_store("mooncake://10.0.0.1:50051"), is_store("/var/cache/prefixes.tier")
     (True, False)

@@ -238,10 +238,10 @@ class StoreTier:
     # -- fetching -----------------------------------------------------------------------
 
     def match(self, keys: Keys, tokens: Any, *, convert: bool = True) -> int:
-        """Return how many tokens can be fetched: all of them, or a number of whole blocks.
+        """Return how many tokens can be fetched: all of them, or a multiple of the block size.
 
-        If the store fails or times out, only tokens that were found before count. With
-        `convert=False`, rows of another cache dtype do not count.
+        If the store fails or times out, return the number of tokens that were found until then.
+        With `convert=False`, rows of another cache dtype do not count.
         """
         with self._storage.using():
             start, stop = token_range(tokens, self.plan.max_len)

@@ -39,7 +39,7 @@ class FoundRows(NamedTuple):
 
 
 class StoredRows:
-    """The rows in a store that have one plan and one identity. A row is one block of the plan."""
+    """The rows of one plan and one cache identity in a store. A row is one block of the plan."""
 
     def __init__(
         self,

@@ -1,8 +1,9 @@
 """`TierEvents`: report the blocks that a tier stores or evicts, as vLLM's KV events for routers.
 
-A process that stores requests passes them to `note` and calls `tell` from time to time. `tell`
-looks up which of their blocks the tier stores now, and whether it still stores the blocks that were
-reported earlier. Stores evict without notification and tiers are shared, so polling is necessary.
+A process that stores the blocks of requests passes the requests to `note`, and calls `tell` from
+time to time. `tell` looks up which of the blocks are in the tier now, and whether the blocks that
+were reported earlier still are. It must poll, because an object store evicts blocks without
+notification, and because other processes may use the same tier.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ msgspec.json.Decoder(_PlanOutline)
 
 
 def check_plan_size(plan: bytes) -> None:
-    """Raise an error for a plan, as JSON, that is too large to be a real model's."""
+    """Raise an error if the JSON of a plan is larger than that of any real model."""
     try:
         check_plan_version(plan)
         outline = msgspec.json.decode(plan, type=_PlanOutline)

@@ -75,7 +75,7 @@ def describe_engine(
 
     Three mappings are keyed by layer name. `backends` contains the names of attention backends.
     `kernel_blocks` contains the tokens per kernel block, for layers whose blocks vLLM splits.
-    `seen` contains the attention window or chunk of layers.
+    `seen` contains the sliding window, or the attention chunk size, of layers that have one.
     """
     about: dict[str, Any] = {"backends": backends, "kernel_blocks": kernel_blocks, "seen": seen}
     return join_stages([describe_stage(vllm_config, kv_cache_config, **about)])

@@ -251,7 +251,7 @@ def _recurrent(name: str, spec: Any, model: ServedModel) -> AnySpec:
     if not isinstance(known, Recurrent):
         raise refused(
             name,
-            f"recurrent states, expected {type(known).__name__} from the config,",
+            f"recurrent states from vLLM, and {type(known).__name__} from the config,",
             "Upgrade kvatlas",
         )
     if spec.tp_replicated and model.tp > 1:

@@ -65,7 +65,8 @@ class _Part(NamedTuple):
 class BlockConversion:
     """Converts blocks between layers: prepared once, then called with block ids.
 
-    Source and target pages must have the same numbers of tokens and heads, in element-wise formats.
+    Source and destination pages must have the same numbers of tokens and heads, and formats that
+    encode each element separately.
     Scales are given per layer.
     """
 

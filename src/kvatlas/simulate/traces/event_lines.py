@@ -63,5 +63,5 @@ def batch_of_line(where: str, line: bytes) -> EventBatch:
             where,
             "this is not a valid event",
             problem,
-            "Write batches, or single events with their type, in the format of vLLM 0.32",
+            "Each line must be a batch of events of vLLM 0.32, or one event with its type",
         ) from None

@@ -179,7 +179,7 @@ class KeysDropped(Message, frozen=True, kw_only=True, tag="keys_dropped"):
 
 
 class ListNames(SessionQuestion, frozen=True, kw_only=True, tag="list_names"):
-    """Ask for the (group, key) of blocks completed after a mark, like `Tier.names_since`."""
+    """Ask for the (group, key) of each block completed after a mark of an earlier reply."""
 
     mark: Mark
 

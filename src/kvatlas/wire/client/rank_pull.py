@@ -152,7 +152,7 @@ class RankPull:
     # -- checksums --------------------------------------------------------------------------
 
     def _note_converted(self, start: int, stop: int, piece: Any) -> None:
-        """Store the checksum of a piece in the format in which it was sent, if it is needed."""
+        """If checksums are compared, store that of a piece as it was sent, not yet converted."""
         if self.wanted.checksums:
             self._received[start, stop] = piece_sum(piece, self.lease.mac_key)
 

@@ -135,7 +135,7 @@ class NodeState:
         if not self.buffers and private:
             raise AtlasError(
                 Code.CONTRADICTORY,
-                "Peers could access neither the pools of this node nor staging buffers",
+                "Peers can access neither the pools of this node nor staging buffers",
                 got=f"buffers=0, pools on {device}, {transport.name} shares {transport.shared!r}",
                 hint='Omit buffers=, or use a transport with shared="all" that supports the device',
             )

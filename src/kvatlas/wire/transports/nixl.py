@@ -76,7 +76,7 @@ class NixlTransport(Transport):
                 self.board = OfferBoard()
 
     def takes(self, device: str) -> bool:
-        """Whether the device has memory of this end's kind: VRAM on GPUs, DRAM on the host."""
+        """Whether the transport can register the device's memory: VRAM of a GPU, or DRAM."""
         return (device == HOST) == (self.kind == "DRAM")
 
     def publish(self) -> bytes:
