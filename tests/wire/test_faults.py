@@ -72,33 +72,6 @@ def test_a_long_transfer_renews_its_lease(monkeypatch: pytest.MonkeyPatch) -> No
         works(source, target)
 
 
-@pytest.mark.parametrize(("seconds", "outcome"), [(1.0, "ready"), (0.2, "lease_expired")])
-def test_a_transfer_in_progress_delays_the_end_of_its_offer(
-    seconds: float, outcome: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It takes 2 s: longer than both offers, and longer than the second can be prolonged."""
-    monkeypatch.setattr("kvatlas.wire.client.pull_pipeline._BATCH", 1000)
-    with ends(*pair()) as (source, target):
-        source.offer("r", timeout=seconds)
-
-        def slowly(act: Act, copies: Sequence[Copy]) -> Handle:
-            del copies
-            time.sleep(0.2)
-            return act()
-
-        target.arounds = slowly
-        with Session(target.nodes[0], source.endpoints) as session:
-            begun = time.monotonic()
-            transfer = pull(session, target, how="direct", timeout=20)
-            while not transfer.done:
-                time.sleep(0.01)
-            assert time.monotonic() - begun > seconds
-        assert (transfer.error.code if transfer.error else "ready") == outcome
-        until(lambda: bool(source.released))
-        assert source.released == [(0, "r", "read" if outcome == "ready" else "expired")]
-        works(source, target)
-
-
 def test_a_request_may_be_expected_and_offered_at_once() -> None:
     """What ends the one does not end the leases of the other."""
     with ends(*pair()) as (source, target):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -289,12 +290,9 @@ class Leases:
         return lease
 
     def renew(self, lease: Lease, seconds: float) -> None:
-        """Extend a lease to `seconds` from now, and its offer too, as far as the offer allows."""
-        until, offer = time.monotonic() + seconds, lease.part_of
-        if offer is not None:
-            offer.prolong(until)
-            until = min(until, offer.expires)
-        lease.expires = max(lease.expires, until)
+        """Extend a lease to `seconds` from now, but not beyond the end of its offer."""
+        latest = math.inf if lease.part_of is None else lease.part_of.expires
+        lease.expires = max(lease.expires, min(time.monotonic() + seconds, latest))
 
     def drop(self, lease: Lease) -> None:
         """End a lease. When this returns, no copy and no send is in progress for it.

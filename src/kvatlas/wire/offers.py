@@ -57,7 +57,6 @@ class Offer:
     start: int
     stop: int
     expires: float
-    """When it ends, on the monotonic clock; a reader that renews its lease delays it."""
     released: Released | None = None
     readers: frozenset[str] | None = None
     """Names of the nodes that may read it; None for any."""
@@ -73,12 +72,6 @@ class Offer:
     """Destinations that have finished reading it."""
     let_go_by: set[Destination] = field(default_factory=set)
     """Destinations in `read_by` that are not known to have read all of it."""
-    latest: float = 0.0
-    """The time until which readers can delay its end; not at all if it is before `expires`."""
-
-    def prolong(self, until: float) -> None:
-        """Delay the end of the offer to `until`, or to `latest` if that is earlier."""
-        self.expires = max(self.expires, min(until, self.latest))
 
     def may_be_read_by(self, name: str) -> bool:
         """Whether a node of this name may read the offer."""

@@ -42,6 +42,7 @@ def open_fleet_tier(
         )
     about = {"max_len": own.max_len, "convert": convert}
     options = about | msgspec.structs.asdict(settings.tier_options)
+    options["timeout"] = options.pop("deadline")  # the name of the setting
     try:
         return open_store_tier(settings.tier or "", own, _whose(settings, identity), **options)
     except AtlasError as refusal:

@@ -35,8 +35,6 @@ A = TypeVar("A", bound=protocol.Message)
 _NOT_NEEDED = 0xFFFFFFFF
 """The block id that stands for "no block" in a block table on the wire."""
 
-_SEEN_SECONDS = 5.0
-"""Seconds after which a transfer of an offer from the board asks for a lease, to delay its end."""
 _QUIET_SECONDS = 1.0
 """Seconds without a request after which a transfer with buffers of the peer renews its lease."""
 
@@ -191,12 +189,8 @@ class RankLease:
 
     def renew_in_time(self) -> None:
         """Renew the lease if half of its time has passed, or if the peer may consider it idle."""
-        now, seen = time.monotonic(), self.seen
-        if seen is not None:
-            if now > self._asked_at + _SEEN_SECONDS:
-                self.ask_after_all()
-                self._confirm(seen)  # it was held until after the lease began
-        elif now >= self._renew_at or (self.lent and now > self._asked_at + _QUIET_SECONDS):
+        now = time.monotonic()
+        if now >= self._renew_at or (self.lent and now > self._asked_at + _QUIET_SECONDS):
             self.renew()
 
     def renew(self) -> None:

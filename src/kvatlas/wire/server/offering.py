@@ -22,8 +22,6 @@ from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.transports.offer_board import PostedOffer, Posting
 
 _LONGEST_OFFER = 3600.0
-_PROLONGED = 3.0
-"""How many times its own duration a reader in progress can delay the end of an offer."""
 _CHANNELS_SECONDS = 1.0
 """Seconds between checks of connections to peers that may be gone."""
 
@@ -73,9 +71,6 @@ class OfferingNode(NodeState):
         for each layer, and a `streamed` pull reads each layer as it becomes available. `identity`
         overrides the node's identity for this request, for example if it uses an adapter or a salt.
 
-        The offer expires after `timeout`. A transfer that is still in progress then delays this, by
-        up to three times as long.
-
         Several offers may share blocks. Raises `blocks_in_use` if a pull fills one of the blocks or
         a push is expected in it.
         """
@@ -91,7 +86,6 @@ class OfferingNode(NodeState):
             mark = None if layered else self.mark()
             claim = self.ledger.claim("offered", request, self.ledger.by_pool(held[0]))
             offer = Offer(request, *held, until, released, names, mark, layers, claim, whose)
-            offer.latest = until + _PROLONGED * lasting
             self.offers[request] = offer
             self._post(offer)
 
