@@ -261,7 +261,7 @@ def test_a_store_that_hangs_holds_the_blocks_of_few_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tier_worker, "_SLOW", 0.05)
-    options = {"staging": 1 << 16, "timeout": 0.3}
+    options = {"staging": 1 << 16, "deadline": 0.3}
     one = Ranks(f"folder://{tmp_path}", "one", tp=1, block=64, tier_options=options)
     answering = threading.Event()
     [worker] = one.workers
