@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,6 +106,41 @@ def check(peer: Peer, src: Plan, dst: Plan, *, cast: bool, **about: Any) -> None
 def test_elements_are_cast_by_the_copy(peer: Peer) -> None:
     for src, dst in CAST:
         check(peer, src, dst, cast=True)
+
+
+def test_pulls_of_a_known_shape_are_cast_by_prepared_launches(peer: Peer) -> None:
+    for src, dst in CAST:
+        check_again(peer, src, dst)
+
+
+def check_again(peer: Peer, src: Plan, dst: Plan) -> None:
+    """Pull several times over one session. From the third pull on, launches are prepared."""
+    named, move = conversion_of(src, dst), move_of(src, dst, TOKENS)
+    _, numbers = fill_sources(move, np.random.default_rng(SEED))
+    served = peer.serve(src, dst, "cuda", TOKENS, seed=SEED, convert=named)
+    noise = np.random.default_rng(9)
+    poison = {rank: oracle.Memory(dst, rank, noise).pools for rank in range(dst.ranks)}
+    ranks = GpuRanks(dst, "cuda", poison, TOKENS, convert=named, scales=scales_of(dst))
+    sessions = [Session(node, served["endpoints"]) for node in ranks.nodes]
+    for turn in range(6):
+        before = held_by(ranks)
+        peer.ask("offer", request=f"r{turn}", busy=100)
+        for session in sessions:
+            asked: Any = {"destination_blocks": ranks.blocks, "tokens": TOKENS}
+            done = session.pull(f"r{turn}", **asked).wait(30)
+            assert done.moved == done.total
+        assert_converted(move, numbers, before, held_by(ranks))
+        for pools in ranks.whole.values():
+            for whole in pools.values():
+                whole[GUARD:-GUARD] = turn
+        time.sleep(0.2)  # the shape is prepared after the pull
+    for session in sessions:
+        found = [session._connections.find(one) for one in served["endpoints"]]
+        assert any(one is not None and one.shapes._kept for one in found)
+        session.close()
+    ranks.close()
+    assert peer.ask("wrong")["wrong"] == 0
+    peer.ask("close")
 
 
 def test_layers_are_cast_as_they_are_written(peer: Peer) -> None:

@@ -102,7 +102,8 @@ class RepeatedCopy:
     Everything else is computed and uploaded once, so each later launch costs the host only a few
     microseconds. `ids` are two int64 tensors, on the device or in pinned memory: source block ids
     and target block ids. The caller writes the block ids into these tensors before each launch.
-    All launches of one `RepeatedCopy` must run in order on one stream.
+    With `cast`, each element is cast with the scale of its start, and all offsets, strides and
+    lengths count elements. All launches of one `RepeatedCopy` must run in order on one stream.
     """
 
     def __init__(
@@ -112,12 +113,15 @@ class RepeatedCopy:
         spans: BlockSpans,
         ids: tuple[torch.Tensor, torch.Tensor],
         programs: int = 0,
+        cast: tuple[ElementCast, PlacedScales] | None = None,
     ) -> None:
         self._ends, self._starts, self._ids, self._programs = ends, starts, ids, programs
+        self._cast = cast
         self._about = spans.blocks, spans.strides
         rows = np.stack([*spans.offsets, spans.length, *spans.entries, *spans.offsets])
         self._table = _uploaded(rows, starts.table.device)
-        every = starts.bits | spans.bits | ends[0] | ends[1]
+        items = (1, 1) if cast is None else (cast[0].source.item, cast[0].target.item)
+        every = starts.bits | spans.bits | ends[0] // items[0] | ends[1] // items[1]
         sizes = int(spans.length.min()), int(spans.length.max())
         self._tables = (min(_WIDEST, every & -every), *sizes, spans.apart > starts.step)
         self._kernels: list[Any] = []
@@ -131,10 +135,12 @@ class RepeatedCopy:
         triton = _launcher()
         places = triton.SpanPlaces(self._table, *self._about)
         tables = triton.RunTables(self._starts.table, self._table[:3], *self._tables)
-        made = [
-            triton.place_runs(self._ids, places, stream=stream),
-            triton.copy_runs(*self._ends, tables, self._programs, stream=stream),
-        ]
+        made = [triton.place_runs(self._ids, places, stream=stream)]
+        if self._cast is None:
+            made.append(triton.copy_runs(*self._ends, tables, self._programs, stream=stream))
+        else:
+            about = (*self._cast, self._programs)
+            made.append(triton.convert_runs(*self._ends, tables, *about, stream=stream))
         self._kernels = [one for one in made if one is not None]
 
 

@@ -133,6 +133,7 @@ class _PostedAsRuns(PreparedRuns):
                 (grid.starts.source, grid.starts.destination),
                 (grid.source, grid.destination, grid.length),
             )
-            runs.append(AddressRuns(read_at, write_at, starts, spans))
+            about = pattern.cast, grid.starts.scales
+            runs.append(AddressRuns(read_at, write_at, starts, spans, *about))
         self._queue.after_caller()
         return self._queue.post(runs)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from kvatlas.copying.device_queue import AddressPattern, Posted, PreparedRuns, Tables
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.geometry.integers import ceil_div
+from kvatlas.specs.cell_formats import ElementCast
 
 log = logging.getLogger("kvatlas.wire")
 
@@ -104,6 +105,9 @@ class LaunchQueue(Protocol):
 
     def placed(self, starts: tuple[Int64s, Int64s]) -> Any:
         """Return starts (source offsets and target offsets) as a table in device memory."""
+
+    def scales(self, starts: tuple[Int64s, Int64s], which: Int64s | None, cast: ElementCast) -> Any:
+        """Return the scales of `cast` in device memory, for starts that `placed` returned."""
 
     def on_stream(self) -> AbstractContextManager[None]:
         """A context in which the stream is current."""
@@ -330,13 +334,13 @@ def _copies(
         made = pattern.template
         spans = BlockSpans(made.entries, made.offsets, made.length, pattern.strides, blocks)
         source, destination = ids[0, pattern.groups[0]], ids[1, pattern.groups[1]]
-        starts = queue.placed(made.starts.ends)
+        starts, scales = queue.placed(made.starts.ends), None
+        if pattern.cast is not None:
+            which = made.starts.scales
+            scales = pattern.cast, queue.scales(made.starts.ends, which, pattern.cast)
+        ends, block_ids = (read_at, write_at), (source, destination)
         with queue.on_stream():
-            copies.append(
-                RepeatedCopy(
-                    (read_at, write_at), starts, spans, (source, destination), queue.programs
-                )
-            )
+            copies.append(RepeatedCopy(ends, starts, spans, block_ids, queue.programs, scales))
     return copies
 
 

@@ -236,7 +236,7 @@ class TorchQueue(DeviceQueue):
                     if one.cast is None:
                         copy_address_runs(*told, **about)
                     else:
-                        scales = self._scales(one, one.cast)
+                        scales = self.scales(one.starts, one.scales, one.cast)
                         convert_address_runs(*told, one.cast, scales, **about)
             finally:
                 posted = TorchPosted(self._stream)
@@ -289,14 +289,17 @@ class TorchQueue(DeviceQueue):
             self._starts.popitem(last=False)
         return self._starts[id(starts[0])].placed
 
-    def _scales(self, runs: AddressRuns, cast: ElementCast) -> Any:
-        """Return the scales of `cast` on the device; cached together with the starts of `runs`."""
+    def scales(self, starts: tuple[Int64s, Int64s], which: Int64s | None, cast: ElementCast) -> Any:
+        """Return the scales of `cast` in device memory, after `placed(starts)`; cached with it.
+
+        Start i has the scale with index `which[i]`, or 0 if `which` is None.
+        """
         from kvatlas.kernels.cast_scales import place_scales
 
-        kept = self._starts[id(runs.starts[0])]
+        kept = self._starts[id(starts[0])]
         if cast not in kept.scales:
             with self.on_stream():
-                made = place_scales(cast, runs.scales, len(runs.starts[0]), self._device)
+                made = place_scales(cast, which, len(starts[0]), self._device)
             kept.scales[cast] = made
         return kept.scales[cast]
 

@@ -19,32 +19,28 @@ and encodes the cells: the source if its format is larger, so that the smaller f
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Placement, StateBlocks, StridedRuns, merge_runs
-from kvatlas.geometry.combine import tile_alike
+from kvatlas.geometry import StateBlocks
 from kvatlas.geometry.integers import positive
 from kvatlas.geometry.state_spans import CommonStates
 from kvatlas.routing.binding import (
     CompiledPair,
     Copy,
-    RepeatedRuns,
     joined,
     ranges,
-    repeated,
 )
-from kvatlas.routing.compiler import Compiler, GroupPair, NeededShard
-from kvatlas.routing.conversion import Conversion, place_of_conversion, way_between
-from kvatlas.routing.plan_ends import FieldView, LayerPart, PlanEnd
+from kvatlas.routing.converting_compiler import ConvertedBox
 from kvatlas.routing.request import BoundStates, RequestEnds
+from kvatlas.routing.request_shape import Lengths, RequestShape, TableShape, table_lengths
+from kvatlas.routing.run_grids import SpanPattern
 from kvatlas.routing.streams import StreamChunk, checked_range
-from kvatlas.specs import CellFormat, Recurrent, Visibility
+from kvatlas.specs import CellFormat
 
 CELLS = -1
 """Pseudo pool index for the bytes of a piece of the stream."""
@@ -52,155 +48,10 @@ CELLS = -1
 _CHUNK = 4 << 20
 """Target size in bytes of a chunk, for which runs are computed at once; at least one state."""
 
-MakeGrids = Callable[[], list[Copy] | None]
+MakePatterns = Callable[[], list[SpanPattern] | None]
 
-_OPEN = ("B", "k", "N")
 _IN_ORDER = StateBlocks(1 << 40)
 """The states of a stream are consecutive, as in one very large block."""
-
-
-class BoxEnd(NamedTuple):
-    """A box at the source or the destination: cell format, bytes per state, and runs."""
-
-    cell: CellFormat
-    nbytes: int
-    runs: dict[StateBlocks, list[RepeatedRuns]]
-
-
-class ConvertedBox(NamedTuple):
-    """A range of heads or rows of some layers that one rank reads from another.
-
-    The layers share their regions in both plans.
-    """
-
-    pair: GroupPair
-    ends: tuple[BoxEnd, BoxEnd]
-    copied: bool
-    """Whether both ends have the same bytes, so that nothing is converted."""
-    wire: int
-    """The end whose format is sent: 0 for the source, 1 for the destination."""
-
-    @property
-    def by_element(self) -> bool:
-        """Whether every element can be converted separately; true without a conversion."""
-        return self.copied or all(end.cell.by_element for end in self.ends)
-
-    def unit(self, end: int) -> int:
-        """Return the bytes of a cell at `end` (0: source, 1: destination); 1 if not converted."""
-        return 1 if self.copied else self.ends[end].cell.nbytes
-
-
-class ConvertingCompiler(Compiler):
-    """Compiles the boxes (`ConvertedBox`) between two plans with different formats."""
-
-    def __init__(
-        self,
-        source: PlanEnd,
-        destination: PlanEnd,
-        visibilities: Mapping[str, Visibility],
-        conversion: Conversion,
-    ) -> None:
-        super().__init__(source, destination, visibilities)
-        self.conversion = conversion
-
-    def fields_chosen_by(self, layer: str, part: LayerPart) -> Mapping[str, FieldView]:
-        """Return the fields that each get a separate choice of source ranks.
-
-        For attention, this is only the first field of a row, and its choice applies to the whole
-        row. For recurrent layers, it is every state.
-        """
-        views = self.destination.views(layer, part)
-        return views if self._recurrent(layer) else dict([next(iter(views.items()))])
-
-    def boxes(
-        self, source_rank: int, destination_rank: int, layers: frozenset[str] | None = None
-    ) -> list[ConvertedBox]:
-        """Return the boxes that a destination rank reads from a source rank, in stream order."""
-        boxes = []
-        for alike, needed in self.choices(source_rank, destination_rank):
-            by_scales: dict[object, list[str]] = defaultdict(list)
-            for name in alike:
-                if layers is None or name in layers:
-                    cells = self.cells(name, needed.field)
-                    by_scales[tuple(cell.scales for cell in cells)].append(name)
-            boxes += [self._box(names, needed) for names in by_scales.values()]
-        return boxes
-
-    def _recurrent(self, layer: str) -> bool:
-        return isinstance(self.destination.specs[layer], Recurrent)
-
-    def cells(self, layer: str, field: str) -> tuple[CellFormat, CellFormat]:
-        """Return the source and destination cell formats of a layer, or of one recurrent state."""
-        return self.conversion.cells[layer, field if self._recurrent(layer) else "rows"]
-
-    def _box(self, names: list[str], needed: NeededShard) -> ConvertedBox:
-        layer, chosen = names[0], needed.sources[0]
-        cells = self.cells(layer, needed.field)
-        axes = self._axes(layer, needed)
-        source, destination = (
-            self.source.parts[layer][chosen.part],
-            self.destination.parts[layer][needed.part],
-        )
-        here = (self.source, source, chosen.local, chosen.cells)
-        there = (self.destination, destination, needed.local, needed.cells)
-        ends = [
-            self._end(names, needed, cell, axes, *end)
-            for cell, end in zip(cells, (here, there), strict=True)
-        ]
-        copied = way_between(*cells) == "copied"
-        wire = 1 if place_of_conversion(*cells) == "source" else 0
-        return ConvertedBox(self.group_pair(layer, needed), (ends[0], ends[1]), copied, wire)
-
-    def _axes(self, layer: str, needed: NeededShard) -> list[tuple[str, int]]:
-        """Return (name, size) of a box's axes outside its cells, in the destination's order."""
-        view = self.destination.views(layer, self.destination.parts[layer][needed.part])[
-            needed.field
-        ]
-        cut = view.field.sharding.axis
-        inside = (*_OPEN,) if self._recurrent(layer) else (*_OPEN, "C", "c")
-        return [
-            (axis, needed.length if axis == cut else view.placement.size(axis))
-            for axis in view.placement.axes
-            if axis not in inside
-        ]
-
-    def _end(
-        self,
-        names: list[str],
-        needed: NeededShard,
-        cell: CellFormat,
-        axes: list[tuple[str, int]],
-        end: PlanEnd,
-        part: LayerPart,
-        local: int,
-        cells: StateBlocks,
-    ) -> BoxEnd:
-        """Return one end of a box, with the runs that copy its pages into stream order."""
-        layer_bytes = cell.nbytes * int(np.prod([size for _, size in axes]))
-        strips: dict[StateBlocks, list[StridedRuns]] = defaultdict(list)
-        views = end.views(names[0], part)
-        for row in cell.rows:
-            view = views[row.name]
-            mine = view.placement
-            if view.field.sharding.axis is not None:
-                mine = mine.narrow(view.field.sharding.axis, local, needed.length)
-            outer = Placement.packed(axes, item=cell.nbytes)
-            in_order = Placement(
-                ("N", *outer.axes, "C"),
-                (2, *outer.sizes, row.items),
-                (layer_bytes * len(names), *outer.strides, row.dtype.item),
-                row.at,
-                row.dtype.item,
-            )
-            if cell.field is not None:
-                in_order = in_order.select("C", 0)
-            strip = StridedRuns.between(*tile_alike(mine, in_order))
-            blocks = view.cells._replace(every=cells.every, residue=cells.residue)
-            for place, name in enumerate(names):
-                shifted = strip.shift(end.page_offsets[name][part], place * layer_bytes)
-                strips[blocks].append(shifted)
-        runs = {blocks: repeated(merge_runs(own)) for blocks, own in strips.items()}
-        return BoxEnd(cell, layer_bytes * len(names), runs)
 
 
 class ConvertedSection(NamedTuple):
@@ -278,9 +129,9 @@ class ConvertedStream:
     """
 
     def __init__(
-        self, boxes: Sequence[ConvertedBox], request: RequestEnds, casts: MakeGrids
+        self, boxes: Sequence[ConvertedBox], request: RequestEnds, casts: MakePatterns
     ) -> None:
-        """Create the stream; `casts()` returns `Copy` objects that cast elements, or None."""
+        """Create the stream; `casts()` returns spans that cast elements, or None."""
         self._request, self._casts = request, casts
         found = [ConvertedSection(box, request.states(box.pair)) for box in boxes]
         request.check_distinct()
@@ -288,7 +139,8 @@ class ConvertedStream:
         self._ends = list(accumulate(section.nbytes for section in self.sections))
         # Each value is replaced as a whole, so threads need no lock. At worst, two compute it.
         self._last: dict[int, StreamChunk] = {}
-        self._grids: tuple[list[Copy] | None] | None = None
+        self._patterns: tuple[list[SpanPattern] | None] | None = None
+        self._grids: list[Copy] | None = None
 
     def __repr__(self) -> str:
         return f"<ConvertedStream of {self.nbytes:,} bytes that arrive as {self.arriving:,}>"
@@ -324,8 +176,35 @@ class ConvertedStream:
         Returns None if the conversion is not element-wise.
         """
         if self._grids is None:
-            self._grids = (self._casts(),)
-        return self._grids[0]
+            patterns = self._cast_patterns()
+            if patterns is None:
+                return None
+            tables = self._request.source.by_group, self._request.destination.by_group
+            self._grids = [pattern.grid(*tables) for pattern in patterns]
+        return self._grids
+
+    @property
+    def table_lengths(self) -> tuple[Lengths, Lengths]:
+        """(source, destination) lengths of the block tables, in entries."""
+        return table_lengths(self._request.source.by_group), table_lengths(
+            self._request.destination.by_group
+        )
+
+    def shape(self) -> RequestShape | None:
+        """Return the runs of `grids` without block ids, to reuse them with other block ids.
+
+        Returns None if the conversion is not element-wise.
+        """
+        patterns = self._cast_patterns()
+        if patterns is None:
+            return None
+        ends = TableShape(self._request.source), TableShape(self._request.destination)
+        return RequestShape(self.nbytes, self.arriving, tuple(patterns), *ends)
+
+    def _cast_patterns(self) -> list[SpanPattern] | None:
+        if self._patterns is None:
+            self._patterns = (self._casts(),)
+        return self._patterns[0]
 
     def spans(self, nbytes: int) -> Iterator[tuple[int, int]]:
         """Yield (start, stop) of pieces of at most `nbytes` bytes that contain only whole cells."""

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import StridedRuns, merge_runs
 from kvatlas.geometry.combine import tile_alike
 from kvatlas.geometry.strided_runs import fold_states
-from kvatlas.routing.binding import CompiledPair, Copy, compile_pair, repeated
+from kvatlas.routing.binding import CompiledPair, compile_pair, repeated
 from kvatlas.routing.compiler import GroupPair, NeededShard
 from kvatlas.routing.conversion import way_between
-from kvatlas.routing.converted_stream import ConvertingCompiler
+from kvatlas.routing.converting_compiler import ConvertingCompiler
 from kvatlas.routing.request import RequestEnds
+from kvatlas.routing.run_grids import SpanPattern
 from kvatlas.routing.streams import Stream
 from kvatlas.specs.cell_formats import ElementCast
 
@@ -74,12 +74,12 @@ def _compile_scaled(pair: GroupPair, strips: Sequence[Sequence[StridedRuns]]) ->
     return CompiledPair(pair, *runs)
 
 
-def cast_grids(pairs: CastPairs, request: RequestEnds) -> list[Copy]:
-    """Return the `Copy` objects of a request; each includes the cast for its elements."""
+def cast_patterns(pairs: CastPairs, request: RequestEnds) -> list[SpanPattern]:
+    """Return the spans of a request; each includes the cast for its elements."""
     return [
-        replace(grid, cast=cast)
+        pattern._replace(cast=cast)
         for cast, own in pairs.items()
-        for grid in Stream(own, request).grids()
+        for pattern in Stream(own, request).patterns()
     ]
 
 

@@ -76,13 +76,21 @@ def _as_slice(entries: Int64s) -> slice | Int64s:
 class RequestShape:
     """The runs of requests of one shape, complete except for block ids.
 
-    Created by `Stream.shape`.
+    Created by `Stream.shape` and `ConvertedStream.shape`.
     """
 
     nbytes: int
+    """Bytes of the stream."""
+    arriving: int
+    """Bytes written at the destination; different from `nbytes` if elements are cast."""
     patterns: tuple[SpanPattern, ...]
     source: TableShape
     destination: TableShape
+
+    @property
+    def casts(self) -> bool:
+        """Whether elements are cast."""
+        return any(pattern.cast is not None for pattern in self.patterns)
 
     @property
     def spans(self) -> int:

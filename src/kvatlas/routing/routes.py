@@ -29,12 +29,14 @@ from kvatlas.routing.block_tables import Blocks, RequestTables, checked_rank
 from kvatlas.routing.compatibility import reasons, refuse
 from kvatlas.routing.compiler import Compiler
 from kvatlas.routing.conversion import Conversion, Scales, conversion_between
-from kvatlas.routing.converted_stream import ConvertedBox, ConvertedStream, ConvertingCompiler
+from kvatlas.routing.converted_stream import ConvertedStream
+from kvatlas.routing.converting_compiler import ConvertedBox, ConvertingCompiler
 from kvatlas.routing.costs import Costs, Report, report
-from kvatlas.routing.element_casts import CastPairs, cast_grids, compile_casts
+from kvatlas.routing.element_casts import CastPairs, cast_patterns, compile_casts
 from kvatlas.routing.plan_ends import PlanEnd, padding_between
 from kvatlas.routing.prepared import Base, PreparedRoute, RankMemory
 from kvatlas.routing.request import RequestEnds
+from kvatlas.routing.run_grids import SpanPattern
 from kvatlas.routing.streams import Stream
 from kvatlas.routing.token_ranges import shared_visibility
 
@@ -227,7 +229,7 @@ class Route:
         )
         names = self._checked_layers(layers)
         boxes = self._boxes(self._converter, request.source.rank, request.destination.rank, names)
-        casts = partial(self._cast_grids, self._converter, request, names)
+        casts = partial(self._cast_patterns, self._converter, request, names)
         return ConvertedStream(boxes, request, casts)
 
     def by_element(self, *, source_rank: Any, destination_rank: Any) -> bool:
@@ -374,12 +376,12 @@ class Route:
         chosen = (source_rank, destination_rank, names)
         return _cached(self._converted, chosen, lambda: converter.boxes(*chosen))
 
-    def _cast_grids(
+    def _cast_patterns(
         self, converter: ConvertingCompiler, request: RequestEnds, names: frozenset[str] | None
-    ) -> list[Copy] | None:
+    ) -> list[SpanPattern] | None:
         chosen = (request.source.rank, request.destination.rank, names)
         pairs = _cached(self._casts, chosen, lambda: compile_casts(converter, *chosen))
-        return None if pairs is None else cast_grids(pairs, request)
+        return None if pairs is None else cast_patterns(pairs, request)
 
     def _refuse_converting(self) -> None:
         """Raise an error if the route converts, because the two ends then have no equal bytes."""

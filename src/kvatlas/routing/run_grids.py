@@ -16,6 +16,7 @@ from kvatlas.geometry import StateSpans
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.geometry.state_spans import CommonStates
 from kvatlas.routing.binding import CompiledPair, Copy, RepeatedRuns, Starts, pick_spans
+from kvatlas.specs.cell_formats import ElementCast
 
 _Chosen = Literal["all", "whole", "rest"]
 """Selection of spans: all, those of whole kernel blocks, or the rest."""
@@ -51,13 +52,10 @@ class SpanPattern(NamedTuple):
     pools: tuple[int, int]
     groups: tuple[int, int]
     strides: tuple[int, int]
-    """Bytes between consecutive blocks, at each end."""
+    """Distance between consecutive blocks, at each end, in bytes or elements."""
     template: SpanTemplate
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes to copy."""
-        return len(self.template.starts.source) * int(self.template.length.sum())
+    cast: ElementCast | None = None
+    """The cast of each element; None to copy bytes. With a cast, offsets count elements."""
 
     def fill(self, end: int, tables: Mapping[int, BlockIds], out: Int64s) -> None:
         """Write each span's byte offset at one end to `out`; `tables` maps group to block ids."""
@@ -73,7 +71,7 @@ class SpanPattern(NamedTuple):
         at = np.empty((2, len(made.length)), dtype=np.int64)
         self.fill(0, source, at[0])
         self.fill(1, destination, at[1])
-        return Copy(*self.pools, at[0], at[1], made.length, starts=made.starts)
+        return Copy(*self.pools, at[0], at[1], made.length, starts=made.starts, cast=self.cast)
 
     def reach(self, end: int, blocks: int) -> tuple[int, int]:
         """Return (first, stop), the byte range at one end that ids 0..blocks - 1 can address."""
@@ -81,7 +79,8 @@ class SpanPattern(NamedTuple):
         starts, offsets = made.starts.at(end), made.offsets[end]
         first = int(starts.min()) + int(offsets.min()) + min(0, last)
         stop = int(starts.max()) + int((offsets + made.length).max()) + max(0, last)
-        return first, stop
+        item = 1 if self.cast is None else self.cast.items[end]
+        return first * item, stop * item
 
 
 def span_patterns(

@@ -186,7 +186,7 @@ class Stream:
         """
         if self._grids is None:
             tables = self._request.source.by_group, self._request.destination.by_group
-            self._grids = [pattern.grid(*tables) for pattern in self._patterns()]
+            self._grids = [pattern.grid(*tables) for pattern in self.patterns()]
         return self._grids
 
     @property
@@ -199,11 +199,11 @@ class Stream:
     def shape(self) -> RequestShape:
         """Return the stream's runs without block ids, to reuse them with other block ids."""
         source, destination = self._request.source, self._request.destination
-        return RequestShape(
-            self.nbytes, tuple(self._patterns()), TableShape(source), TableShape(destination)
-        )
+        nbytes, patterns = self.nbytes, tuple(self.patterns())
+        return RequestShape(nbytes, nbytes, patterns, TableShape(source), TableShape(destination))
 
-    def _patterns(self) -> Iterator[SpanPattern]:
+    def patterns(self) -> Iterator[SpanPattern]:
+        """Yield the spans of the stream, without block ids."""
         for section in self._sections:
             span, pools = (section.first, section.stop), self._request.pools(section.compiled.pair)
             yield from span_patterns(pools, section.compiled, section.states, span)

@@ -128,8 +128,11 @@ class FakeLaunchQueue:
         self.waits += 1
         self.driver.go_on()
 
-    def kernel(self, ends: Any, starts: Any, spans: BlockSpans, ids: Any, _: int) -> HostKernel:
+    def kernel(
+        self, ends: Any, starts: Any, spans: BlockSpans, ids: Any, _: int, cast: Any
+    ) -> HostKernel:
         """Stands in for a copy that is launched again and again."""
+        assert cast is None
         return HostKernel(self.driver, ends, starts, spans, ids)
 
 

@@ -26,6 +26,7 @@ from tests.routing.cases import small_plan
 from tests.routing.converting import assert_converted, conversion_of, fill_sources, scales_of
 from tests.routing.test_conversion import attention
 from tests.wire.test_conversion import hybrid
+from tests.wire.transports.ends import eventually
 from tests.wire.transports.fake_cuda import FakeCuda, FakeMachine, node_of
 
 TOKENS = 40
@@ -95,6 +96,40 @@ def test_elements_are_cast_by_the_copy_that_reads_the_peers_pages() -> None:
             assert metrics.values["gpu_converted_bytes"] == done.total
             assert metrics.seconds["converted"] > 0
             assert "staged" not in metrics.seconds
+
+
+def test_pulls_of_a_known_shape_are_launched_at_once_and_cast() -> None:
+    """The pools are cleared before each pull, and every element is compared with the oracle."""
+    for src, dst in (
+        (dense("fp8", tp=2, layout="LBNHC"), dense("bf16", layout="BHLNC", block_size=32)),
+        (dense("bf16", layout="BLHNC", block_size=32), dense("fp8", layout="LBHNC")),
+        (hybrid("fp8", "fp32", tp=2), hybrid("bf16", "bf16", block_size=32)),
+    ):
+        with ExitStack() as stack:
+            ends = Ends(stack, src, dst)
+            endpoints = [source.endpoint for source in ends.sources]
+            session = stack.enter_context(Session(ends.target, endpoints))
+            metrics, blocks = ends.target.metrics, ends.move.destination_blocks
+            for turn in range(5):
+                ends.driver.log.clear()
+                ends.offer(f"r{turn}")
+                before = metrics.values.get("gpu_converted_bytes", 0)
+                transfer = session.pull(f"r{turn}", destination_blocks=blocks, tokens=TOKENS)
+                begun = [what for what, _ in ends.driver.log].count("post")
+                assert begun == (len(endpoints) if turn > 1 else 0), turn
+                done = transfer.wait(20)
+                assert done.moved == done.total
+                ends.assert_right()
+                for pool in ends.pools.values():  # the next pull writes everything again
+                    pool[:] = 0
+                ends.before = ends.memory()
+                found = [session._connections.find(one) for one in endpoints]
+                if turn < 2:
+                    assert eventually(lambda: all(one.shapes._pulled > turn for one in found))  # noqa: B023
+                if turn == 1:
+                    assert eventually(lambda: all(one.shapes._kept for one in found))  # noqa: B023
+                total = before + done.total
+                assert eventually(lambda: metrics.values["gpu_converted_bytes"] == total)  # noqa: B023
 
 
 def test_layers_are_cast_as_they_are_written() -> None:

@@ -72,7 +72,7 @@ class LaunchedPull:
         Returns False if the read is over but invalid, because the offer that it used was not
         genuine.
         """
-        read, nbytes = self.read, self.read.prepared.shape.nbytes
+        read, nbytes = self.read, self.read.prepared.shape.arriving
         try:
             _ = transfer.total  # raises an error for wrong blocks before this rank counts
             sound = read.sound
@@ -144,6 +144,8 @@ class LaunchedPull:
             self.connection.shapes.count(self.read.key, transfer.total)
         shape = self.read.prepared.shape
         node.metrics.add(bytes=shape.nbytes, descriptors=shape.runs)
+        if shape.casts:
+            node.metrics.add(gpu_converted_bytes=shape.arriving)
         return RankLease(node, self.connection, wanted, transfer, timeout, seen=self.read.seen)
 
     def abandon(self) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 from kvatlas.copying.stream_pieces import AnyStream
 from kvatlas.errors import AtlasError
 from kvatlas.geometry.address_arrays import Int64s
-from kvatlas.routing import RequestShape, Stream
+from kvatlas.routing import RequestShape
 from kvatlas.routing.block_tables import block_table
 from kvatlas.routing.request_shape import Lengths, table_lengths
 from kvatlas.routing.run_grids import BlockIds
@@ -92,7 +92,7 @@ class PreparedShapes:
         self._pulled = 0
         self._lock = threading.Lock()
 
-    def learn(self, tokens: tuple[int, int], stream: Stream, total: int) -> None:
+    def learn(self, tokens: tuple[int, int], stream: AnyStream, total: int) -> None:
         """Prepare the fast path for requests of this shape, from the second pull over a link on."""
         key = (tokens, *stream.table_lengths)
         with self._lock:
@@ -158,13 +158,13 @@ class PreparedShapes:
             return None
         wide = {group: ids.astype(np.int64) for group, ids in theirs.items()}
         stream = self._stream(mine, wide, key[0])
-        return self._prepare(key, stream, None) if isinstance(stream, Stream) else None
+        return self._prepare(key, stream, None)
 
-    def _prepare(self, key: _Key, stream: Stream, total: int | None) -> PreparedShape | None:
-        if not stream.nbytes:
+    def _prepare(self, key: _Key, stream: AnyStream, total: int | None) -> PreparedShape | None:
+        shape = stream.shape() if stream.nbytes else None
+        if shape is None or shape.spans > _MOST_SPANS:
             return None
-        shape = stream.shape()
-        read = self._link.prepare(shape) if shape.spans <= _MOST_SPANS else None
+        read = self._link.prepare(shape)
         if read is None:
             return None
         made = PreparedShape(shape, read, total)

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvatlas.copying.stream_pieces import AnyStream
 from kvatlas.errors import AtlasError, Code
-from kvatlas.routing import ConvertedStream, Stream
+from kvatlas.routing import ConvertedStream
 from kvatlas.wire import protocol
 from kvatlas.wire.client.connections import PEER_GONE, Connections, Way
 from kvatlas.wire.client.link_costs import choose_way, converts_on_the_way, must_coalesce
@@ -45,7 +45,7 @@ class RankPull:
     def __init__(self, lease: RankLease) -> None:
         self.lease, self.reads = lease, RankReads(lease)
         self.node, self.wanted, self.transfer = lease.node, lease.wanted, lease.transfer
-        self._read_whole: Stream | None = None
+        self._read_whole: AnyStream | None = None
         """The stream, if a single operation has read all of an offer that needs no lease."""
         self._received: dict[tuple[int, int], bytes] = {}
         """Checksums of the pieces as they were sent, if one end converted them."""
@@ -90,7 +90,7 @@ class RankPull:
             after_event = self._last_event()
         self._pull(stream, way, after_event)
         at_once = way == "direct" and lease.connection.link.adds
-        if at_once and lease.seen is not None and isinstance(stream, Stream):
+        if at_once and lease.seen is not None:
             self._read_whole = stream
 
     def _pull(self, stream: AnyStream, way: Way, after_event: int | None) -> None:

@@ -18,6 +18,7 @@ from kvatlas.copying.device_queue import (
 )
 from kvatlas.copying.memory import Memory
 from kvatlas.routing import Copy, RequestShape
+from kvatlas.specs.cell_formats import ElementCast
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import Link, PreparedRead, Transport
 from kvatlas.wire.transports.cuda_copy import CopyPace, CudaCopy, CudaPreparedRead
@@ -137,18 +138,17 @@ class CudaLink(Link):
 
     def converts(self, copies: Sequence[Copy]) -> bool:
         """Whether the GPU supports the element types, and the pools are aligned to them."""
-        for copy in copies:
-            cast = copy.cast
-            if cast is not None:
-                far, near = (
-                    self._place(copy.source_pool),
-                    self.own_memory[copy.destination_pool].address,
-                )
-                if far % cast.source.item or near % cast.target.item:
-                    return False
-                if not self._queue.converts(cast):
-                    return False
-        return True
+        return all(
+            self._can_cast(copy.cast, copy.source_pool, copy.destination_pool) for copy in copies
+        )
+
+    def _can_cast(self, cast: ElementCast | None, source: int, destination: int) -> bool:
+        """Whether elements between two pools can be cast. True without a cast."""
+        if cast is None:
+            return True
+        far, near = self._place(source), self.own_memory[destination].address
+        aligned = not far % cast.source.item and not near % cast.target.item
+        return aligned and self._queue.converts(cast)
 
     def _place(self, pool: int) -> int:
         """Return a number with the same alignment as the address of a peer's pool.
@@ -170,6 +170,8 @@ class CudaLink(Link):
                 first, stop = pattern.reach(end, ends[end].blocks[pool])
                 if pool not in regions[end] or first < 0 or stop > regions[end][pool].nbytes:
                     return None
+            if not self._can_cast(pattern.cast, *pattern.pools):
+                return None
         return self._prepared(shape)
 
     def _prepared(self, shape: RequestShape) -> PreparedRead | None:
@@ -192,7 +194,7 @@ class CudaLink(Link):
         if runs is None:
             return None
         about = (end.opened, mapped, self._marks.passed, end.pace, self.check)
-        return CudaPreparedRead(runs, *about, shape.nbytes)
+        return CudaPreparedRead(runs, *about, max(shape.nbytes, shape.arriving))
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         return self._copy(copies, lambda: True, write=write)
