@@ -39,7 +39,7 @@ def test_who_waits_keeps_the_interpreter_only_while_its_copy_should_end(
             pace.took(BEGUN, BEGUN + 5e-4, 1000)
         handle = CudaCopy.launched(posted, lambda: None, lambda: None, pace, 1000)
         read: Any = SimpleNamespace(handle=handle, seen=seen)
-        assert LaunchedPull(read, read, read)._is_soon_over(transfer)
+        assert LaunchedPull(read, read, read).is_soon_over(transfer)
         around_the_end = [late for late in let_run if 4.05e-4 < late < 5.95e-4]
         assert bool(around_the_end) is not foreseen
         assert min(let_run) < 1e-4

@@ -18,6 +18,7 @@ from kvatlas.wire import Session
 from kvatlas.wire.channels import no_answer
 from kvatlas.wire.client import follow_ups, prepared_shapes
 from kvatlas.wire.client import session as session_
+from kvatlas.wire.client.fast_path import LaunchedPull
 from kvatlas.wire.client.prepared_shapes import PreparedShapes
 from kvatlas.wire.client.transfer import TransferPart
 from kvatlas.wire.transports.offer_board import PostedOffer
@@ -102,6 +103,25 @@ def other_blocks(plan: Any, rng: Any, tokens: int) -> dict[int, Any]:
             count = len(scattered(plan, tokens)[group])
             tables[group], drawn = drawn[:count], drawn[count:]
     return dict(sorted(tables.items()))
+
+
+@pytest.mark.parametrize("timeout", [None, 5.0, 60.0])
+def test_the_waiting_thread_finishes_a_launched_pull_with_any_timeout(
+    timeout: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with warm_ends() as ends:
+        monkeypatch.setattr(follow_ups, "_EVERY", 0.5)  # no other thread finishes it before
+        finished: list[threading.Thread] = []
+        finish = LaunchedPull.finish
+
+        def recorded(self: LaunchedPull, *about: Any) -> bool:
+            finished.append(threading.current_thread())
+            return finish(self, *about)
+
+        monkeypatch.setattr(LaunchedPull, "finish", recorded)
+        ends.offer("r")
+        assert ends.pull("r").wait(timeout).ready
+        assert finished == [threading.current_thread()]
 
 
 @pytest.mark.parametrize("name", ["dense", "delta hybrid", "latent", "sliding"])

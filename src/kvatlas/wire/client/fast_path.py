@@ -76,7 +76,7 @@ class LaunchedPull:
         try:
             _ = transfer.total  # raises an error for wrong blocks before this rank counts
             sound = read.sound
-            soon = sound and self._is_soon_over(transfer)
+            soon = sound and self.is_soon_over(transfer)
         except BaseException:  # such as KeyboardInterrupt: the copy still writes
             self._hold(node, transfer)
             raise
@@ -105,10 +105,13 @@ class LaunchedPull:
         node.quarantine.hold([handle], transfer.leave, sever=sever)
         self.connections.give_back(self.connection)
 
-    def _is_soon_over(self, transfer: Transfer) -> bool:
-        """Poll a short read for a while without sleeping. Return whether it has succeeded."""
+    def is_soon_over(self, transfer: Transfer, timeout: float = _SOON) -> bool:
+        """Poll a short read for a while without sleeping. Return whether it has succeeded.
+
+        Polling ends after `timeout` seconds, or after 2 ms if `timeout` is longer.
+        """
         handle, seen = self.read.handle, self.read.seen
-        until = time.monotonic() + _SOON
+        until = time.monotonic() + min(timeout, _SOON)
         try:
             rehearsed = False
             while not handle.peek():

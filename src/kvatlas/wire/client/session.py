@@ -316,10 +316,11 @@ class Session:
                 transfer.use()
                 read = launched.get(rank)
                 run = partial(self._run_rank, transfer, wanted, rank, read)
-                part = transfer.add_part(run, quick=quick)
                 if read is None:
-                    self._workers.submit(part)
+                    self._workers.submit(transfer.add_part(run, quick=quick))
                 else:
+                    soon = partial(read.is_soon_over, transfer)
+                    part = transfer.add_part(run, quick=quick, ends_within=soon)
                     then = partial(self._after_launched, transfer, wanted, read)
                     self._follow_ups.add(part, then)
         return transfer

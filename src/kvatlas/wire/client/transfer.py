@@ -19,9 +19,19 @@ _LOOK_SECONDS = 0.002
 class TransferPart:
     """A part of a transfer that runs once, in a worker thread or in the waiting thread."""
 
-    def __init__(self, act: Callable[[], None], *, quick: bool = False) -> None:
-        """If `quick` is true, the part may also run in the thread that waits for the transfer."""
-        self._act, self.quick = act, quick
+    def __init__(
+        self,
+        act: Callable[[], None],
+        *,
+        quick: bool = False,
+        ends_within: Callable[[float], bool] = lambda _: False,
+    ) -> None:
+        """If `quick` is true, the part may also run in the thread that waits for the transfer.
+
+        `ends_within(seconds)` waits for at most `seconds`, and returns whether the part would now
+        end without waiting.
+        """
+        self._act, self.quick, self.ends_within = act, quick, ends_within
         self._claim, self._under_way = threading.Lock(), threading.Lock()
         self._under_way.acquire()
         self.over = False
@@ -150,10 +160,12 @@ class Transfer:
 
     def wait(self, timeout: float | None = None) -> Transfer:
         """Wait for the end. Raise the transfer's error, or `deadline` after `timeout` seconds."""
-        left = self.deadline - time.monotonic()
-        if timeout is None or timeout >= left:
+        begun, left = time.monotonic(), self.deadline - time.monotonic()
+        if timeout is None or timeout >= left or self._ends_within(timeout):
             self._help()
-            left = self.deadline - time.monotonic()
+        waited = time.monotonic() - begun
+        left -= waited
+        timeout = None if timeout is None else timeout - waited
         if not self._over.is_set():
             self._over.wait(max(0.0, left if timeout is None else min(timeout, left)))
         if not self.done:
@@ -215,12 +227,19 @@ class Transfer:
 
     # -- for the threads that carry it out --------------------------------------------------
 
-    def add_part(self, act: Callable[[], None], *, quick: bool = False) -> TransferPart:
+    def add_part(
+        self,
+        act: Callable[[], None],
+        *,
+        quick: bool = False,
+        ends_within: Callable[[float], bool] = lambda _: False,
+    ) -> TransferPart:
         """Add a part. If `quick` is true, it may run in the thread that waits for the transfer.
 
-        For a quick part, waking another thread would add a tenth to the time.
+        For a quick part, waking another thread would add a tenth to the time. `ends_within` is
+        that of `TransferPart`.
         """
-        part = TransferPart(act, quick=quick)
+        part = TransferPart(act, quick=quick, ends_within=ends_within)
         self._parts.append(part)
         return part
 
@@ -252,6 +271,12 @@ class Transfer:
         """Wait until no thread works on the transfer."""
         for part in self._parts:
             part.join()
+
+    def _ends_within(self, timeout: float) -> bool:
+        """Wait for at most `timeout` seconds. Return whether all parts can end without waiting."""
+        until = time.monotonic() + timeout
+        parts = [part for part in self._parts if not part.over]
+        return all(part.ends_within(until - time.monotonic()) for part in parts)
 
     def _help(self) -> None:
         try:
