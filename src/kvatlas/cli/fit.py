@@ -90,10 +90,10 @@ def _memory_line(fit: Fit, made: Plan) -> str:
 def fit_models(
     models: Sequence[str], gpus: str, **options: Any
 ) -> tuple[list[Fit], list[AtlasError]]:
-    """Return a tuple (fits, errors): a fit for each model that can be loaded, otherwise an error.
+    """Fit each model on the topology that serves the most users, and return (fits, errors).
 
-    A model's fit is on the topology that serves the most users. Fits are sorted by users, the most
-    first.
+    A model that cannot be loaded has an error instead of a fit. Fits are sorted by the number of
+    users, the largest first.
     """
     number, gpu = find_gpus(gpus)
     found, failed = [], []

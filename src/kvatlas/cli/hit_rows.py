@@ -68,7 +68,7 @@ def axes_of_hits(texts: list[str]) -> Axes:
 
 
 def hit_rows(options: PlanOptions, question: Question, axes: Axes) -> Iterator[Row]:
-    """Simulate the trace with each value of each compared option; yield one row per value.
+    """Simulate the trace with each value of each compared option, and yield one row per value.
 
     If the plan of a value is refused, the row contains the reason instead of hit rates.
     """

@@ -29,7 +29,7 @@ _PLAIN = ("attn", "self_attn", "mixer", "linear_attn")
 
 
 class RowSample(NamedTuple):
-    """One contiguous row of a drawn block: which field and head is at each of its sampled bytes."""
+    """A contiguous row of a drawn block, with the field and head at each sampled byte."""
 
     start: int
     nbytes: int
@@ -41,7 +41,7 @@ class RowSample(NamedTuple):
     goes_on: bool
     """Whether the row is longer than the part that is drawn."""
     more: int
-    """Number of further rows of the region that are not drawn."""
+    """Number of rows of the region that follow and are not drawn."""
 
 
 class GroupRows(NamedTuple):
@@ -54,7 +54,7 @@ class GroupRows(NamedTuple):
     each: float
     """Bytes between two samples."""
     field: Box
-    """Placement of the first field of the largest region, with an axis for identical regions."""
+    """Placement of the first field of the largest region, with an axis over similar regions."""
 
     @property
     def heads(self) -> int:

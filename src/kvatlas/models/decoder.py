@@ -1,6 +1,6 @@
 """`Decoder`: the input of the functions that read the configs of a model family.
 
-It combines a text model's config with everything that does not depend on the family:
+A `Decoder` combines a text model's config with everything that does not depend on the family:
 the dtypes, which depend on the engine and the checkpoint, and the layer name prefixes,
 which depend on the multimodal wrapper. The readers only determine patterns and shapes.
 """
@@ -22,7 +22,7 @@ Kind = Literal["full", "sliding", "chunked"]
 
 
 class StateDtypes(NamedTuple):
-    """The dtypes of recurrent states; None selects the default of `engine`."""
+    """The dtypes of recurrent states; None selects the default dtype of `engine`."""
 
     engine: Engine = "vllm"
     ssm: str | None = None

@@ -230,7 +230,7 @@ class Fitting:
 
     @property
     def _weights_origin(self) -> str:
-        """The source of the weights' size; for an estimate, also the reasons."""
+        """How the size of the weights was determined; for an estimate, also its assumptions."""
         source = self.weights.source
         return "; ".join((source, *self.weights.warnings)) if self.weights.estimate else source
 

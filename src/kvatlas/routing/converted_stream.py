@@ -47,10 +47,11 @@ from kvatlas.routing.streams import StreamChunk, checked_range
 from kvatlas.specs import CellFormat, Recurrent, Visibility
 
 CELLS = -1
-"""Pseudo pool index for the bytes of a piece of the stream."""
+"""The pool index that a `Copy` uses for the buffer of a piece of the stream."""
 
 _CHUNK = 4 << 20
-"""Target size in bytes of a chunk, for which runs are computed at once; at least one state."""
+"""Target size of a chunk in bytes. The runs of a chunk are computed at once. A chunk has at least
+one state, even if the state is larger."""
 
 MakeGrids = Callable[[], list[Copy] | None]
 
@@ -76,7 +77,7 @@ class ConvertedBox(NamedTuple):
     pair: GroupPair
     ends: tuple[BoxEnd, BoxEnd]
     copied: bool
-    """Whether both ends have the same bytes, so that nothing is converted."""
+    """Whether source and destination have the same bytes, so that nothing is converted."""
     wire: int
     """The end whose format is sent: 0 for the source, 1 for the destination."""
 
@@ -152,7 +153,10 @@ class ConvertingCompiler(Compiler):
         return ConvertedBox(self.group_pair(layer, needed), (ends[0], ends[1]), copied, wire)
 
     def _axes(self, layer: str, needed: NeededShard) -> list[tuple[str, int]]:
-        """Return (name, size) of a box's axes outside its cells, in the destination's order."""
+        """Return (name, size) of the axes of a box that are not inside a cell.
+
+        The axes are in the order of the destination.
+        """
         view = self.destination.views(layer, self.destination.parts[layer][needed.part])[
             needed.field
         ]
@@ -175,7 +179,7 @@ class ConvertingCompiler(Compiler):
         local: int,
         cells: StateBlocks,
     ) -> BoxEnd:
-        """Return one end of a box, with the runs that copy its pages into stream order."""
+        """Return the source or destination of a box, with runs that copy pages to stream order."""
         layer_bytes = cell.nbytes * int(np.prod([size for _, size in axes]))
         strips: dict[StateBlocks, list[StridedRuns]] = defaultdict(list)
         views = end.views(names[0], part)
@@ -398,7 +402,7 @@ class ConvertedStream:
         return StreamChunk(index, first, copy, np.cumsum(copy.length))
 
     def _whole(self, place: int) -> int:
-        """Return the last boundary of a kernel block at or before a position in the stream."""
+        """Return the last cell boundary at or before a position in the stream, in bytes."""
         index = bisect_right(self._ends, place)
         if index == len(self._ends):
             return self.nbytes

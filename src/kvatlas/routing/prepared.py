@@ -63,11 +63,11 @@ class DescriptorGrid(NamedTuple):
     pair: GroupPair
     runs: RepeatedRuns
     state: Ends
-    """Bytes between consecutive states, at each end."""
+    """Bytes between consecutive states, at the source and at the destination."""
     chunk: int
     """Number of states in a chunk."""
     first: Ends
-    """Index of the grid's first descriptor in the list of each end."""
+    """Index of the grid's first descriptor in `PreparedRoute.source` and in `.destination`."""
 
     def chunks(self, end: int) -> int:
         """Return the number of chunks in a kernel block at one end (0: source, 1: destination)."""

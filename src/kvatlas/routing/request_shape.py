@@ -1,4 +1,4 @@
-"""`RequestShape`: everything that requests of the same shape share, without block ids.
+"""`RequestShape`: the data that requests of the same shape share, which is all but block ids.
 
 Requests with the same tokens and the same number of blocks differ only in their block ids. The
 offsets of their spans and the used entries of their block tables are computed once. For each

@@ -47,7 +47,7 @@ be a fifth of the total time; twice as many runs would exceed the memory limit o
 """
 
 _COUNTED = 1 << 16
-"""Blocks per step when runs are counted; states per step, if they are not contiguous."""
+"""Runs are counted for this many blocks at a time, or states if these are not contiguous."""
 
 
 class StreamSection(NamedTuple):
@@ -60,7 +60,7 @@ class StreamSection(NamedTuple):
     chunk: int
     """States per chunk. Chunks start at block boundaries."""
     cell: int
-    """Number of states that `cell_bytes` counts: 1, or those of a whole kernel block."""
+    """Number of states that have `cell_bytes` bytes together: 1, or those of a kernel block."""
     cell_bytes: int
 
     @property
@@ -327,5 +327,5 @@ def _runs(repeated: list[RepeatedRuns], spans: int, states: int) -> int:
 
 
 def _bytes(repeated: list[RepeatedRuns]) -> int:
-    """Return how many bytes the runs copy per state; per kernel block if they cover whole ones."""
+    """Return how many bytes the runs copy per state, or per kernel block if a run covers one."""
     return sum(len(runs.starts.source) * runs.strip.item for runs in repeated)
