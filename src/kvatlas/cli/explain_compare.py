@@ -18,7 +18,7 @@ from kvatlas.errors import AtlasError
 
 @dataclass(frozen=True)
 class PlanDifferences:
-    """Plans that differ in one option, as `--json` prints them and as text."""
+    """A comparison of plans that differ in one option, as JSON data and as text."""
 
     facts: dict[str, Any]
     title: Text

@@ -21,8 +21,8 @@ from kvatlas.planning import Fit, Fitting, Plan
 from kvatlas.planning.request import length
 
 _NARROWER = ((2, 5), (2, 2), (1, 2), (1, 1))
-"""Table formats to try, from wide to narrow: (blanks between columns, sizes of a topology per
-line)."""
+"""Table formats to try, from wide to narrow. Each is a pair: blanks between columns, and entries
+of a topology (such as `tp 4`) per line."""
 
 
 @dataclass(frozen=True)

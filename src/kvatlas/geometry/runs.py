@@ -24,8 +24,8 @@ _SEARCH_LIMIT = 100_000
 class Folded(NamedTuple):
     """Axes after folding, outermost first, and the item size in bytes.
 
-    `strides` has one tuple of byte strides for each end of a copy, such as source and
-    destination. All ends have the same axes.
+    `strides` has one tuple of byte strides for each placement, such as source and destination of
+    a copy. All placements have the same axes.
     """
 
     names: tuple[str, ...]

@@ -52,7 +52,7 @@ class GroupRows(NamedTuple):
     """Number of groups that look the same."""
     rows: list[RowSample]
     each: float
-    """Bytes between two samples."""
+    """Bytes between two consecutive samples."""
     field: Box
     """Placement of the first field of the largest region, with an axis over similar regions."""
 
@@ -63,7 +63,7 @@ class GroupRows(NamedTuple):
 
 
 def short_label(name: str) -> str:
-    """Return a short label: the layer's number and, if it adds information, its last component.
+    """Return a short label: the layer's number and, unless it is in `_PLAIN`, its last component.
 
     >>> short_label("model.layers.5.self_attn.attn"), short_label("head 3")
     ('layer 5', 'head 3')

@@ -59,8 +59,8 @@ class Decoder:
     def ssm_dtype(self, *, config: str | None = None, default: str | None = None) -> str:
         """Return the dtype of recurrent states.
 
-        A dtype given by the caller wins. Otherwise SGLang uses fp32, and vLLM uses the first
-        of these that is set: `config`, the family's `default`, the convolution's dtype.
+        A dtype given by the caller takes precedence. Otherwise SGLang uses fp32, and vLLM uses the
+        first of these that is set: `config`, the family's `default`, the convolution's dtype.
         `config` is the value in the model's config, for families where vLLM reads it.
         """
         if self.states.ssm is not None:

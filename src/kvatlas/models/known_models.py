@@ -1,7 +1,7 @@
 """The built-in catalogue: models that load by name, without a file or network access.
 
-An entry contains the keys of the model's config that determine its caches and weights. The
-same readers read it as a config file. The loaded model includes the entry's source and
+An entry contains the keys of the model's config that determine its caches and weights. It
+is read by the same functions as a config file. The loaded model includes the entry's source and
 confidence.
 
 Lists with one entry per layer are run-length encoded: `["mamba*5", "attention"]` expands

@@ -64,7 +64,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     repeats_heads: bool = True
     """Whether vLLM replicates KV heads when there are more ranks than KV heads."""
     output_groups: int | None = None
-    """Number of groups of the output projection, which vLLM divides over ranks; None without."""
+    """Groups of the output projection. vLLM divides them over the ranks. None if there are none."""
     dtype: str = "bf16"
     """The dtype in which the model is served."""
     max_len: int | None = None

@@ -128,7 +128,7 @@ def promote(layers: list[SizedLayer]) -> list[SizedLayer]:
 def unify_pages(layers: list[SizedLayer]) -> list[SizedLayer]:
     """Return the layers with all pages enlarged to the size of the largest page.
 
-    A page grows by a larger block if possible, otherwise by padding.
+    A page is enlarged by a larger block if possible, otherwise by padding.
     """
     largest = max(layer.nbytes for layer in layers)
     unified = []

@@ -104,7 +104,8 @@ def _layout(
     """Return the requested layout, or by default the first suitable layout in `orders`.
 
     A layout is suitable if all groups can share a pool; for hybrids, if it is block-outermost. If
-    no layout is suitable, the first of `orders` is returned. `hybrid` is whether the model is one.
+    no layout is suitable, the first of `orders` is returned. `hybrid` is true if the model is a
+    hybrid.
     """
     preferred = request.layout
     if preferred is None and hybrid and request.pack == "auto":

@@ -150,7 +150,7 @@ class Copy:
 
 
 class RepeatedRuns(NamedTuple):
-    """Strips (`StridedRuns`) that differ only in their offsets: one of them, and all offsets."""
+    """Strips (`StridedRuns`) that differ only in their offsets: one strip and all offsets."""
 
     strip: StridedRuns
     starts: Starts
@@ -192,8 +192,8 @@ class CompiledPair(NamedTuple):
     """The runs between two groups, without block ids.
 
     `states` are the runs of one state. `whole` are the runs of a whole cell, which is a kernel
-    block or several contiguous ones; `whole` is empty if the cells of the two ends have
-    different numbers of states.
+    block or several contiguous ones; `whole` is empty if the cells of source and
+    destination have different numbers of states.
     """
 
     pair: GroupPair
@@ -341,8 +341,7 @@ def _all_sums(starts: Starts, source: Int64s, destination: Int64s, length: Int64
 def _apart(outer: Starts, inner: Starts, item: int) -> bool:
     """Return whether the runs at all sums outer + inner are sorted and no two can be joined.
 
-    Each run is `item` bytes long. The runs must be sorted by destination if inner starts vary
-    fastest.
+    Each run is `item` bytes long. Inner starts vary fastest, and the order is by destination.
     """
     span = int(inner.destination[-1] - inner.destination[0]) + item
     reach = int(inner.source[-1] - inner.source[0]) + item

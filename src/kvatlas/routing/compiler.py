@@ -89,11 +89,11 @@ class Compiler:
         self._padding = padding or {}
         self._chosen: dict[int, dict[int, dict[str, list[NeededShard]]]] = {}
         self._held: dict[object, list[tuple[SourceShard, ShardRange]]] = {}
-        """The ranges of a field that source ranks hold; all destination ranks share them."""
+        """Cache of the ranges of a field that source ranks hold, for all destination ranks."""
         self._runs: dict[object, StridedRuns] = {}
-        """Runs between two placements; groups of one pool and many ranks share them."""
+        """Cache of the runs between two placements; many groups and ranks share them."""
         self._merged: dict[tuple[StripPages, ...], tuple[StridedRuns, ...]] = {}
-        """Merged strips of all layers between two groups; many groups and ranks share them."""
+        """Cache of the merged strips between two groups; many groups and ranks share them."""
 
     def sources(self, destination_rank: int) -> tuple[int, ...]:
         """Return the source ranks from which a destination rank reads."""
@@ -135,7 +135,7 @@ class Compiler:
         )
 
     def fields_chosen_by(self, layer: str, part: LayerPart) -> Mapping[str, FieldView]:
-        """Return the fields that each get a separate choice of source ranks; here, all fields."""
+        """Return the fields whose source ranks are chosen separately: all fields of the part."""
         return self.destination.views(layer, part)
 
     def choices(self, source_rank: int, destination_rank: int) -> list[tuple[Layers, NeededShard]]:
@@ -233,7 +233,7 @@ class Compiler:
     def _strip(self, layer: str, needed: NeededShard) -> StridedRuns:
         """Return the runs that copy a shard between two regions, from page 0 to page 0.
 
-        They include padding after the field that would split the runs of consecutive states.
+        The runs include padding after the field if it would otherwise split consecutive states.
         """
         ends = (
             (self.source, self.source.parts[layer][needed.sources[0].part]),
@@ -265,7 +265,7 @@ class Compiler:
     def _pages(
         self, layers: Sequence[str], source_part: int, destination_part: int
     ) -> tuple[Ends, ...]:
-        """Return (source, destination) byte offsets of each layer's page from page 0."""
+        """Return pairs (source, destination): the byte offset of each layer's page from page 0."""
         source, destination = self.source, self.destination
         here, there = (
             source.parts[layers[0]][source_part],

@@ -86,7 +86,7 @@ def row_error(source: str, destination: str) -> RowError:
 
 @dataclass(frozen=True)
 class FormatChange:
-    """A change between two formats: how many layers, by which method, and at which end."""
+    """A pair of formats, the number of layers to convert, and how and where they are converted."""
 
     source: str
     destination: str

@@ -105,10 +105,10 @@ class ConvertingCompiler(Compiler):
         self.conversion = conversion
 
     def fields_chosen_by(self, layer: str, part: LayerPart) -> Mapping[str, FieldView]:
-        """Return the fields that each get a separate choice of source ranks.
+        """Return the fields whose source ranks are chosen separately.
 
-        For attention, this is only the first field of a row, and its choice applies to the whole
-        row. For recurrent layers, it is every state.
+        For attention, this is only the first field of a row: the other fields are read from the
+        same ranks. For recurrent layers, it is every state.
         """
         views = self.destination.views(layer, part)
         return views if self._recurrent(layer) else dict([next(iter(views.items()))])

@@ -1,4 +1,4 @@
-"""Element-wise conversions, expressed as runs between the pages of both ends.
+"""Element-wise conversions, expressed as runs between source pages and destination pages.
 
 If every element can be converted separately, with at most a per-tensor scale, source and
 destination have the same elements in the same runs. Only the size of an element differs.
@@ -88,7 +88,7 @@ def _add_layer(
 ) -> bool:
     """Add the strips of each field of a layer to `strips`.
 
-    Returns False if an element does not start at a multiple of its size: it cannot be cast.
+    Returns False if elements do not start at multiples of their size, so they cannot be cast.
     """
     one, two = compiler.cells(layer, needed.field)
     copied = way_between(one, two) == "copied"

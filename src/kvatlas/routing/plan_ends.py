@@ -23,7 +23,7 @@ from kvatlas.specs import Spec
 
 
 class LayerPart(NamedTuple):
-    """A layer's whole cache in one region, or some heads of a state that is split by heads."""
+    """A part of a layer's cache: usually the whole cache, or some heads of a split state."""
 
     region: int
     part: int

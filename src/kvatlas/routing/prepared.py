@@ -2,8 +2,8 @@
 
 Some transports register a long list of descriptors once and take indices for each transfer. Each
 descriptor covers a chunk: the largest number of states that both ends can address as a unit. That
-is a kernel block if both ends have the same size, otherwise the greatest common divisor of the two
-sizes.
+is a kernel block if kernel blocks have the same size at both ends, otherwise the greatest common
+divisor of the two sizes.
 """
 
 from __future__ import annotations

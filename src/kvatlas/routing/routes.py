@@ -382,7 +382,7 @@ class Route:
         return None if pairs is None else cast_grids(pairs, request)
 
     def _refuse_converting(self) -> None:
-        """Raise an error if the route converts formats, because bytes then differ at both ends."""
+        """Raise an error if the route converts, because the bytes at both ends then differ."""
         if self.conversion is not None:
             problem = "A converting route cannot copy bytes unchanged"
             got, hint = f"convert={self.conversion.name!r}", "Use Route.converted"

@@ -32,7 +32,7 @@ from kvatlas.specs import (
 )
 
 Predictors = Literal["none", "bare", "embeds"]
-"""MTP layers in checkpoints: `none`, `bare`, or `embeds` if each has a separate embedding."""
+"""MTP layers in checkpoints: `none`, `bare` without an embedding, or `embeds` with one each."""
 
 Gate = Literal["none", "head", "element"]
 """The gate of an attention's output: none, one per head, or one per element."""
@@ -46,7 +46,7 @@ class Traits(NamedTuple):
     """Properties of a family that its config lacks, and defaults for its config."""
 
     norms: int = 2
-    """Number of norms per layer that have the hidden size."""
+    """Number of norms per layer whose width is the hidden size."""
     norm_bias: bool = False
     qk_norm: QkNorm = "none"
     qkv_bias: bool | None = None
@@ -79,9 +79,9 @@ class Traits(NamedTuple):
     decodes: bool = False
     """Whether the model has other parts, such as an encoder, that are not counted."""
     positions: tuple[str, int] | None = None
-    """The config key for the number of learned position embeddings, and how many more there are."""
+    """The config key for the number of learned positions, and the number of extra embeddings."""
     outer_norms: int = 1
-    """Number of norms before and after the layers."""
+    """Number of norms outside the layers."""
     head: Head = "plain"
     embedding_width: str = ""
     """The config key for the width of the embedding, if it may differ from the hidden size."""

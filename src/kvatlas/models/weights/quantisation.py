@@ -68,7 +68,7 @@ _ALGORITHMS = {
     "w4a8_nvfp4_fp8": NVFP4, "mxfp4": MXFP4, "w4a8_mxfp4_fp8": MXFP4, "mxfp8": MXFP8,
     "int4_awq": INT4, "w4a16_awq": INT4, "w4a8_awq": INT4, "w8a8_sq_per_channel": INT8,
 }  # fmt: skip
-"""ModelOpt's names of algorithms."""
+"""The format of each algorithm of ModelOpt, by name."""
 
 
 def quantisation(root: Config, text: Config, warnings: list[str]) -> Quantisation | None:
