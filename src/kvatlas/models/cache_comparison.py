@@ -151,7 +151,7 @@ def _observed(layer: CachedLayer) -> dict[str, Any]:
         elif name == "indexer_keys":
             found[name] = shape[-1:]
         elif name == "conv_states":
-            # vLLM stores the inputs before the current one, transformers the current one too.
+            # vLLM stores the inputs before the current one. transformers also stores that one.
             found["conv"] = (shape[0], shape[-1] - 1)
         elif name == "recurrent_states":
             found["recurrent"] = math.prod(shape)
