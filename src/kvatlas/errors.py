@@ -39,7 +39,7 @@ class Code(StrEnum):
     TOO_MANY = "too_many", "A count exceeds the limit"
     HOLE = "hole", "Some bytes belong to no part and are not declared as padding"
     MISALIGNED = "misaligned", "A part, page or block does not start at a multiple of the alignment"
-    NOT_DIVISIBLE = "not_divisible", "A size is not evenly divisible"
+    NOT_DIVISIBLE = "not_divisible", "A size is not a multiple of another size that must divide it"
     NOT_FOLDABLE = (
         "not_foldable",
         "The two axes cannot be folded into one because they are not contiguous",
@@ -112,7 +112,10 @@ class Code(StrEnum):
         "missing_scales",
         "The format needs one scale for the whole tensor, and none was given",
     )
-    UNLIKE_CONVERSIONS = "unlike_conversions", "The two ends request different conversions"
+    UNLIKE_CONVERSIONS = (
+        "unlike_conversions",
+        "The source and the destination request different conversions",
+    )
     MISSING_LAYERS = "missing_layers", "One plan has layers that are missing from the other"
     NOT_A_SOURCE = "not_a_source", "The source rank does not hold the requested data"
     BAD_TOKENS = "bad_tokens", "The token range is reversed or exceeds the maximum length"
@@ -206,7 +209,7 @@ def _rebuild(code: Code, problem: str, got: object, hint: str) -> AtlasError:
 
 
 class MissingExtraError(AtlasError, ImportError):
-    """An error for an optional library that is not installed; the hint ends with `note`."""
+    """The error for an optional library that is not installed. Its hint ends with `note`."""
 
     def __init__(self, library: str, extra: str, note: str = "") -> None:
         super().__init__(

@@ -66,7 +66,7 @@ def test_content_is_converted_on_the_way_and_people_get_a_table() -> None:
             "unknown_dtype",
         ),
         (("move", "no-such-model"), "unknown_model"),
-        (("bench", "nothing"), "The only benchmark is wire"),
+        (("bench", "nothing"), "there is no benchmark"),
     ],
 )
 def test_refusals(arguments: tuple[str, ...], words: str) -> None:

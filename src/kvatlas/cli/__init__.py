@@ -1,6 +1,6 @@
 """The command line: `kvatlas plan`, `explain`, `check`, `move`, `bench`, `models`, ...
 
-The only package that uses typer and rich. Both are optional, so they are imported when a
+This is the only package that uses typer and rich. Both are optional, so they are imported when a
 command runs.
 """
 

@@ -41,7 +41,7 @@ class TransportRate:
     gigabytes: float
     memcpy: float
     refused: str = ""
-    """Why the transport was not measured; empty if it was."""
+    """The reason why the transport was not measured; empty if it was measured."""
 
 
 def transport_rates() -> Iterator[TransportRate]:

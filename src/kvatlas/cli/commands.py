@@ -87,7 +87,7 @@ def plan(
     ] = None,
     trace_block: Annotated[
         int | None,
-        typer.Option(help="Tokens for which each id of the trace stands. See `kvatlas simulate`."),
+        typer.Option(help="Tokens that each id of the trace represents. See `kvatlas simulate`."),
     ] = None,
     tokenizer: TokenizerOption = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,

@@ -48,7 +48,7 @@ _USUAL = {
     "states": ("shared", "apart"),
     "chip": ("sm80", "sm90", "sm100"),
 }
-"""Values to compare if none are given."""
+"""The values to compare, by option, if the user lists none."""
 _DENSE = (
     "auto", "fp8", "int8_per_token_head", "int4_per_token_head", "nvfp4", "turboquant_4bit_nc",
 )  # fmt: skip
@@ -63,13 +63,13 @@ _FIGURES = (
 """Keys that are copied from a plan's summary to a row."""
 
 Row = dict[str, Any]
-"""One compared plan: `compare`, `value`, the `_FIGURES`, `way`, and `refused` if it failed."""
+"""The data of one compared plan: `compare` (the option), `value`, `_FIGURES`, `way`, `refused`."""
 
 
 def axes_of(texts: list[str]) -> dict[str, tuple[str, ...]]:
     """Parse the arguments of `--compare`: return the values to compare, by option.
 
-    An option without values is compared at its `usual` values.
+    An empty tuple of values stands for the `usual` values of the option.
 
     >>> axes_of(["policy,tp", "pack=1,3"])
     {'policy': (), 'tp': (), 'pack': ('1', '3')}

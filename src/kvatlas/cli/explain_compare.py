@@ -18,7 +18,7 @@ from kvatlas.errors import AtlasError
 
 @dataclass(frozen=True)
 class PlanDifferences:
-    """Plans that differ in one option, as `--json` prints them and as text."""
+    """A comparison of plans that differ in one option, as JSON data and as text."""
 
     facts: dict[str, Any]
     title: Text
@@ -39,7 +39,7 @@ def plan_differences(options: PlanOptions, text: str) -> PlanDifferences:
     """Compare plans with different values of one option, such as `policy=vllm@0.32,vllm@0.33`."""
     axes = axes_of([text])
     if len(axes) != 1:
-        raise typer.BadParameter("compare one option.", param_hint="'--compare'")
+        raise typer.BadParameter("pass exactly one option.", param_hint="'--compare'")
     ((axis, values),) = axes.items()
     model = options.load()
     rows = compared_plans(options, axis, values)

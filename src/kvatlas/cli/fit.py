@@ -21,8 +21,8 @@ from kvatlas.planning import Fit, Fitting, Plan
 from kvatlas.planning.request import length
 
 _NARROWER = ((2, 5), (2, 2), (1, 2), (1, 1))
-"""Table formats to try, from wide to narrow: (blanks between columns, sizes of a topology per
-line)."""
+"""Table formats to try, from wide to narrow. Each is a pair: blanks between columns, and entries
+of a topology (such as `tp 4`) per line."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,10 @@ def _memory_line(fit: Fit, made: Plan) -> str:
 def fit_models(
     models: Sequence[str], gpus: str, **options: Any
 ) -> tuple[list[Fit], list[AtlasError]]:
-    """Return a tuple (fits, errors): a fit for each model that can be loaded, otherwise an error.
+    """Fit each model on the topology that serves the most users, and return (fits, errors).
 
-    A model's fit is on the topology that serves the most users. Fits are sorted by users, the most
-    first.
+    A model that cannot be loaded has an error instead of a fit. Fits are sorted by the number of
+    users, the largest first.
     """
     number, gpu = find_gpus(gpus)
     found, failed = [], []

@@ -48,7 +48,7 @@ class Question:
 def axes_of_hits(texts: list[str]) -> Axes:
     """Parse the arguments of `--compare` into pairs of an option and the values to compare.
 
-    Without values, the option's usual ones are compared. Without options, the result is
+    An empty tuple stands for the usual values of the option. If `texts` is empty, the result is
     `[("", ("",))]`.
 
     >>> axes_of_hits(["policy,tier", "memory=1GiB,2GiB"])
@@ -68,7 +68,7 @@ def axes_of_hits(texts: list[str]) -> Axes:
 
 
 def hit_rows(options: PlanOptions, question: Question, axes: Axes) -> Iterator[Row]:
-    """Simulate the trace with each value of each compared option; yield one row per value.
+    """Simulate the trace with each value of each compared option, and yield one row per value.
 
     If the plan of a value is refused, the row contains the reason instead of hit rates.
     """
@@ -137,7 +137,10 @@ def _row(
 
 
 def within_limit(trace: Trace, options: PlanOptions) -> Trace:
-    """Return the trace without the requests that exceed `--max-len` or else the model's limit."""
+    """Return the trace without the requests that are too long.
+
+    The limit is `--max-len` or, by default, the longest context of the model.
+    """
     limit = options.load().max_len if options.max_len is None else length(options.max_len)
     found = trace.within(limit)
     if not len(found):

@@ -103,7 +103,7 @@ def layer_facts(model: Model) -> list[dict[str, Any]]:
 
 
 def layer_runs(indices: list[int]) -> str:
-    """Return layer numbers as text, in ranges. Dots shorten long regular lists.
+    """Return layer numbers as text, in ranges. Dots shorten long lists with a constant step.
 
     >>> layer_runs([0, 1, 2, 5, 6]), layer_runs([3, 7, 11, 15]), layer_runs([4])
     ('0-2, 5-6', '3, 7, ... 15', '4')

@@ -86,7 +86,7 @@ def small_plan(options: PlanOptions, tokens: int) -> Plan:
 
 
 def choose_transport(name: str | None) -> str:
-    """Validate and return a transport's name; for None, return the first that runs here."""
+    """Validate a transport's name; if it is None, return the first one that works on this host."""
     if name is not None and name not in TRANSPORTS:
         raise typer.BadParameter(
             f"{plain(name)!r} is not one of {', '.join(TRANSPORTS)}.", param_hint="'--transport'"
@@ -150,7 +150,7 @@ def move_request(
 
 
 def _way(node: Node) -> str:
-    """Return how the bytes of a node's only pull were moved."""
+    """Return how the only pull of a node moved its bytes: staged, coalesced or direct."""
     ways = ("staged", "coalesced")
     return next((way for way in ways if node.metrics.seconds[way] > 0), "direct")
 

@@ -1,4 +1,4 @@
-"""`kvatlas releases`: what an upgrade of vLLM changes for the models of the catalogue."""
+"""`kvatlas releases`: compare the plans of two vLLM releases for all models of the catalogue."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def simulate(
     trace_block: Annotated[
         int | None,
         typer.Option(
-            help="Tokens for which each id of the trace stands. "
+            help="Tokens that each id of the trace represents. "
             "[dim]By default 512 in Mooncake's format.[/]"
         ),
     ] = None,

@@ -12,7 +12,7 @@ import typer
 from kvatlas.cli.failures import plain
 
 _BLOCK = 64
-"""Tokens per block of a new tier, the default of engines."""
+"""Tokens per block of a new tier. Engines have the same default."""
 
 
 def serve(

@@ -33,7 +33,7 @@ def trace(
     trace_block: Annotated[
         int | None,
         typer.Option(
-            help="Tokens for which each id stands, or in which tokens and text are compared. "
+            help="Tokens that each id represents; for tokens and text, tokens per compared block. "
             "[dim]By default 512 in Mooncake's format, else 16.[/]"
         ),
     ] = None,

@@ -30,7 +30,7 @@ class Candidates:
 
     plans: dict[str, Plan]
     changes: dict[str, dict[str, Any]]
-    """The options of each plan that differ from the given ones, by name."""
+    """For each plan, by name, the options that differ from those of the user."""
     refused: tuple[str, ...]
 
 
@@ -96,7 +96,7 @@ def plan_for_trace(
 ) -> PlanForTrace:
     """Simulate the trace at `path` with several plans, and each plan with several pool policies.
 
-    `block` is the number of tokens for which each id of the trace stands. `tokenizer` is for traces
+    `block` is the number of tokens that each id of the trace represents. `tokenizer` is for traces
     with text.
     """
     from kvatlas.simulate import choose, read_trace

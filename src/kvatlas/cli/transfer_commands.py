@@ -160,7 +160,7 @@ def bench(
     from kvatlas.cli.move import quiet
 
     if what != "wire":
-        raise typer.BadParameter(f"{what!r}. The only benchmark is wire.", param_hint="WHAT")
+        raise typer.BadParameter(f"there is no benchmark {what!r}; pass wire.", param_hint="WHAT")
     with quiet("Measuring transports between two processes ..."):
         rates = list(transport_rates())
     answer(as_json, {"rates": rates}, *bench_parts(rates))

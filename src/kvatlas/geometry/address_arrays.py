@@ -26,8 +26,8 @@ _MOST_ROWS = 1 << 28
 def whole_numbers(given: Any, what: str, axes: Sequence[int] = (1,)) -> Int64s:
     """Convert `given` to an int64 array; raise an error if it does not consist of integers.
 
-    `what` names the integers in the error. `axes` lists the allowed numbers of dimensions; 0
-    allows a single integer.
+    `what` is the name of the integers in the error message. `axes` lists the allowed numbers of
+    dimensions; 0 allows a single integer.
 
     >>> whole_numbers(np.array([3, 1], np.uint64), "indices"), whole_numbers([], "indices")
     (array([3, 1]), array([], dtype=int64))
@@ -77,7 +77,7 @@ def out_of_range(axis: str, size: int, got: object) -> AtlasError:
 def refuse_too_many(count: int, what: str) -> None:
     """Raise an error if `count`, the number of rows to allocate, exceeds `_MOST_ROWS`.
 
-    `what` names the rows in the error.
+    `what` is the name of the rows in the error message.
     """
     if count > _MOST_ROWS:
         raise AtlasError(
@@ -89,7 +89,9 @@ def refuse_too_many(count: int, what: str) -> None:
 
 
 def outer_sum(parts: Sequence[Int64s], offset: int = 0) -> Int64s:
-    """Return `offset` plus every sum of one entry from each part; the first part varies slowest.
+    """Return all sums of `offset` and one entry of each array in `parts`.
+
+    The entry of the first array varies slowest.
 
     >>> outer_sum([np.array([0, 100]), np.array([0, 8, 16])], offset=1).tolist()
     [1, 9, 17, 101, 109, 117]
@@ -101,7 +103,7 @@ def outer_sum(parts: Sequence[Int64s], offset: int = 0) -> Int64s:
 
 
 def join_ranges(starts: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s]:
-    """Sort byte ranges by address and join adjacent ones.
+    """Sort byte ranges by address, join adjacent ones, and return (starts, lengths).
 
     >>> join_ranges(np.array([8, 0, 32]), np.array([4, 8, 4]))
     (array([ 0, 32]), array([12,  4]))
@@ -118,7 +120,9 @@ def join_ranges(starts: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s]:
 def join_copies(
     source: Int64s, destination: Int64s, length: Int64s
 ) -> tuple[Int64s, Int64s, Int64s]:
-    """Sort the byte ranges of a copy by `destination`; join ranges that are adjacent at both ends.
+    """Return the byte ranges of a copy as (source, destination, length), sorted by destination.
+
+    Ranges that are adjacent in both the source and the destination are joined.
 
     >>> join_copies(np.array([8, 0, 32]), np.array([108, 100, 200]), np.array([4, 8, 4]))
     (array([ 0, 32]), array([100, 200]), array([12,  4]))
@@ -143,10 +147,10 @@ def join_copies(
 def fill_descriptors(
     parts: Sequence[Int64s], starts: Int64s, lengths: Int64s, base: int, device: int
 ) -> NDArray[np.uint64]:
-    """Return rows (address, length, device) for all combinations of a start and part entries.
+    """Return descriptors: rows (address, length, device).
 
-    `parts` are arrays of byte offsets; a combination takes one entry of each. An address is
-    `base` plus one start plus one entry of each part, and `lengths[i]` belongs to `starts[i]`.
+    `parts` are arrays of byte offsets. There is one row for each combination of a start and one
+    entry of each part: its address is `base` plus their sum. `lengths[i]` belongs to `starts[i]`.
     Starts vary fastest, the first part slowest. The rows of the last parts are computed once as
     a template that fits in the CPU cache. All other rows are the template plus a constant.
 

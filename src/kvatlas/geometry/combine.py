@@ -8,7 +8,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.placement import Placement, fold_together
 
 WIDEST_WORD = 16
-"""Size in bytes of the widest word that one instruction moves."""
+"""The largest number of bytes that one load or store instruction moves."""
 
 
 def stack(first: Placement, second: Placement, *, axis: str, behind: str) -> Placement:
@@ -57,7 +57,10 @@ def append(first: Placement, second: Placement, *, axis: str) -> Placement:
 
 
 def tile_alike(source: Placement, destination: Placement) -> tuple[Placement, Placement]:
-    """Split axis C of one placement into tiles (axes C and c) if only the other one is tiled.
+    """If only one of two placements is tiled, split axis C of the other into tiles of this size.
+
+    A tiled placement has an axis C, which counts tiles, and an axis c inside a tile. Both
+    placements are returned.
 
     >>> row, tiles = Placement.packed([("C", 8)]), Placement.packed([("C", 2), ("c", 4)])
     >>> tile_alike(row, tiles) == tile_alike(tiles, row) == (tiles, tiles)
@@ -71,11 +74,11 @@ def tile_alike(source: Placement, destination: Placement) -> tuple[Placement, Pl
 
 
 def fold_beside(*ends: Placement, axis: str) -> tuple[Placement, ...]:
-    """Fold axes that are contiguous at every end of a copy, but keep `axis` separate.
+    """Fold axes that are contiguous in both source and destination, but not `axis`.
 
-    `ends` are the placements of source and destination. The copy can then select coordinates
-    of `axis`. Each end keeps its own size along `axis`, so blocks can be copied between pools
-    of different sizes.
+    `ends` are the placements of source and destination. Since `axis` remains, the copy can select
+    coordinates of it. The two ends may have different sizes along `axis`, so that blocks can be
+    copied between pools of different sizes.
 
     >>> a = Placement.packed([("B", 9), ("N", 4), ("C", 8)])
     >>> b = Placement.packed([("B", 5), ("N", 4), ("C", 8)], strides={"B": 64})

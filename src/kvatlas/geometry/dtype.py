@@ -170,7 +170,7 @@ class DType:
 
 
 def round_half_even(value: float) -> float:
-    """Round like `round`, but return infinities unchanged; the caller clamps them."""
+    """Round like the built-in `round`, but return infinities unchanged."""
     return value if math.isinf(value) else float(round(value))
 
 

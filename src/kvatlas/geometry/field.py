@@ -125,7 +125,7 @@ class Sharding:
 
     @classmethod
     def whole(cls) -> Sharding:
-        """Neither divide nor replicate the field: it requires tp 1."""
+        """Neither divide nor replicate the field. Such a field can be used only with tp 1."""
         return cls(None, whole_only=True)
 
     def ranges(self, tp: int, rank: int) -> tuple[ShardRange, ...]:
@@ -165,7 +165,10 @@ class Sharding:
         return sum(held_range.length for held_range in self.ranges(tp, 0))
 
     def replicas(self, tp: int) -> int:
-        """Return how many of `tp` ranks hold each row; the smallest count if sections differ.
+        """Return how many of `tp` ranks hold the same row.
+
+        If this number differs between sections, the smallest is returned.
+
 
         >>> Sharding.by_heads(2).replicas(8), Sharding.replicated().replicas(8)
         (4, 8)

@@ -1,7 +1,7 @@
-"""Compact form of regular offsets, as sums of nested steps.
+"""A compact form of regularly spaced offsets, like the shape and strides of an array.
 
-Thousands of runs that are spaced like the elements of an array can be copied with one call
-that takes the array's shape and strides, instead of a list of thousands of offsets.
+If thousands of runs are spaced like the elements of an array, one call with a shape and strides
+can copy them. It needs no list of thousands of offsets.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from kvatlas.geometry.address_arrays import Int64s, outer_sum
 
 
 class Steps(NamedTuple):
-    """`times` offsets: `source` bytes apart at one end, `destination` bytes apart at the other.
+    """One axis of `times` offsets.
+
+    Consecutive offsets are `source` bytes apart in the source, and `destination` bytes apart in
+    the destination.
+
 
     >>> NestedSteps.of(np.array([0, 8, 16]), np.array([0, 5, 10])).steps
     (Steps(times=3, source=8, destination=5),)
@@ -26,7 +30,7 @@ class Steps(NamedTuple):
 
 
 class NestedSteps(NamedTuple):
-    """Offsets at source and destination: base offsets, each repeated along the nested steps.
+    """Source and destination offsets of a copy: base offsets, each repeated along all `steps`.
 
     >>> NestedSteps.of(np.array([0, 7, 9]), np.array([0, 1, 2])).source  # irregular: no steps
     array([0, 7, 9])
@@ -79,6 +83,6 @@ def _innermost(source: Int64s, destination: Int64s) -> Steps | None:
     count = len(source) if alike.all() else int(alike.argmin()) + 1
     if count < 2 or len(source) % count:
         return None
-    # The jump from the end of one series of steps to the start of the next may be anything.
+    # The distance from the last offset of one series to the first of the next does not matter.
     inside = np.append(alike, True).reshape(-1, count)[:, :-1]
     return step._replace(times=count) if inside.all() else None

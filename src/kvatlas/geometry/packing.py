@@ -1,8 +1,8 @@
 """Packing of fields into a page. Only this module computes the steps of field axes.
 
-There are three ways. `in_cells` places parts one after another in every cell. `flat_field`
-lays out one part over the bytes of several cells, in its own axis order (transposed, tiled,
-a recurrent state). `in_planes` stacks whole planes of rows, such as all data and then all
+There are three ways to pack fields. `in_cells` places parts one after another in every cell.
+`flat_field` lays out one part over the bytes of several cells, in its own axis order (transposed,
+tiled, a recurrent state). `in_planes` stacks whole planes of rows, such as all data and then all
 scales.
 """
 

@@ -74,7 +74,10 @@ class Page:
 
     @property
     def lies_flat(self) -> bool:
-        """Whether some field extends past the cells of one head, so cells do not divide it."""
+        """Whether some field extends past the cells of one head.
+
+        Such a field is not divided into cells.
+        """
         return any(self._over_page(field) for field in self.fields)
 
     @property
@@ -94,7 +97,7 @@ class Page:
         """Return this page with the padding that makes it `to` bytes long."""
         to = positive(to, "the padded size")
         if to < self.unpadded:
-            got = f"{to} bytes for cells of {self.unpadded} bytes in all"
+            got = f"{to} bytes for cells of {self.unpadded} bytes in total"
             hint = "Pad to the largest page of all groups that share the block"
             raise AtlasError(Code.PAGE_TOO_SMALL, got=got, hint=hint)
         if to == self.nbytes:

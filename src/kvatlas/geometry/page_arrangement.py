@@ -29,7 +29,7 @@ class PoolPosition(NamedTuple):
 
 
 class PageSet(NamedTuple):
-    """`pages` equal pages of every block.
+    """A set of `pages` equal pages in every block.
 
     In layouts that do not start with B, `apart` is the block stride in bytes; layouts that
     start with B ignore it.

@@ -211,7 +211,10 @@ class Placement(Affine):
         return replace(self, axes=tuple(names.get(axis, axis) for axis in self.axes))
 
     def replace_axes(self, start: int, stop: int, *axes: tuple[str, int, int]) -> Placement:
-        """Replace the axes at positions start .. stop - 1 by `axes`: (name, size, stride) each."""
+        """Replace the axes at positions start .. stop - 1.
+
+        Each of `axes` is a tuple (name, size, stride in bytes).
+        """
         names, sizes, strides = zip(*axes, strict=True)
         return replace(
             self,
@@ -366,11 +369,11 @@ def packed_steps(axes: Sequence[tuple[str, int]], item: int, fixed: Mapping[str,
 
 
 def fold_together(*ends: Placement) -> tuple[Placement, ...]:
-    """Fold the axes that are contiguous at every end of a copy.
+    """Fold the axes that are contiguous in both source and destination of a copy.
 
-    `ends` are the placements of source and destination. All results have the same axes,
-    ordered from outermost to innermost at the first end. Each item of the result is one run
-    of the copy.
+    `ends` are the placements of source and destination. The results have the same axes, in the
+    order of the first placement from outermost to innermost. Each item of a result is one run of
+    the copy.
 
     >>> a = Placement.packed([("B", 9), ("N", 4), ("C", 8)])
     >>> b = Placement.packed([("B", 9), ("N", 4), ("C", 8)], strides={"B": 64})
@@ -382,8 +385,8 @@ def fold_together(*ends: Placement) -> tuple[Placement, ...]:
     first = ends[0]
     aligned = [end if end.axes == first.axes else end.reorder(*first.axes) for end in ends]
     if any(end.sizes != first.sizes or end.item != first.item for end in aligned):
-        problem = "The ends of a copy must have equal sizes and item sizes"
-        hint = "Narrow and split the ends to the part that they share"
+        problem = "Source and destination of a copy must have equal sizes and item sizes"
+        hint = "Narrow and split both placements to the part that they share"
         raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=ends, hint=hint)
     fold = coalesce(first.axes, first.sizes, [end.strides for end in aligned], first.item)
     return tuple(

@@ -1,7 +1,7 @@
 """Overlap and contiguity of affine maps, computed from plain numbers.
 
 An affine map is a set of axes (size, byte stride) over an item of `item` bytes. This module
-answers two questions about one placement, or about both ends of a copy at once:
+answers two questions about one placement, or about the source and the destination of a copy:
 
 - Do two coordinates share a byte, or are they adjacent? (`is_nested`, `find_difference`)
 - Which axes are contiguous, so that they fold into one? (`coalesce`)
@@ -24,8 +24,8 @@ _SEARCH_LIMIT = 100_000
 class Folded(NamedTuple):
     """Axes after folding, outermost first, and the item size in bytes.
 
-    `strides` has one tuple of byte strides for each end of a copy, such as source and
-    destination. All ends have the same axes.
+    `strides` has one tuple of byte strides for each placement, such as source and destination of
+    a copy. All placements have the same axes.
     """
 
     names: tuple[str, ...]
@@ -106,9 +106,10 @@ def find_difference(
 def coalesce(
     names: Sequence[str], sizes: Sequence[int], strides: Sequence[Sequence[int]], item: int
 ) -> Folded:
-    """Fold axes that are contiguous at every end of a copy into one axis, or into the item.
+    """Fold axes that are contiguous in both source and destination into one axis or the item.
 
-    `strides` contains one list of byte strides for each end.
+    `strides` contains one list of byte strides for each placement: source and destination of a
+    copy, or a single placement.
 
     >>> coalesce(("B", "N", "C"), (9, 4, 8), [(64, 8, 1)], 1)
     Folded(names=('B',), sizes=(9,), strides=((64,),), item=32)

@@ -43,11 +43,11 @@ class StateBlocks(NamedTuple):
     residue: int = 0
 
     def overlaps(self, other: StateBlocks) -> bool:
-        """Return whether the two ends hold any state in common."""
+        """Return whether any state of the request is stored at both ends."""
         return self.first_common(other) is not None
 
     def first_common(self, other: StateBlocks) -> int | None:
-        """Return the number of the first state that both ends hold; None if there is none."""
+        """Return the index of the first state that both ends store; None if there is none."""
         for end in (self, other):
             if not 0 <= end.residue < end.every or end.states < 1 or end.split < 1:
                 problem = "StateBlocks needs states >= 1, split >= 1 and a residue in 0..every-1"
@@ -59,7 +59,7 @@ class StateBlocks(NamedTuple):
     def locate(self, local: Int64s) -> SpanStarts:
         """Return the position of each state: table entry, kernel block, index in the kernel block.
 
-        `local` contains the numbers of the states, counting only states that this end holds.
+        `local` contains the indices of the states among the states that this end stores.
         """
         block, state = np.divmod(local, self.states)
         if self.split == 1:
@@ -167,7 +167,7 @@ class CommonStates(NamedTuple):
         return self.entries(end)
 
     def numbers_in(self, end: int, entry: int) -> range:
-        """Return the numbers of the common states in block table entry `entry` of an end.
+        """Return the indices of the common states in block table entry `entry` of an end.
 
         `end` is 0 for the source and 1 for the destination.
 

@@ -31,7 +31,7 @@ from kvatlas.geometry.state_spans import SpanStarts, StateSpans
 _OPEN = ("B", "k", "N")
 
 Ends = tuple[int, int]
-"""One number for the source and one for the destination."""
+"""A pair of numbers: one for the source, one for the destination."""
 
 
 class StridedRuns(NamedTuple):
@@ -48,9 +48,9 @@ class StridedRuns(NamedTuple):
     state_strides: Ends
     sizes: tuple[int, ...]
     strides: tuple[tuple[int, ...], tuple[int, ...]]
-    """Byte strides of the remaining axes, at each end."""
+    """Byte strides of the remaining axes, at the source and at the destination."""
     offsets: Ends
-    """Offset of the first item, at each end."""
+    """Byte offset of the first item, at the source and at the destination."""
     item: int
 
     @classmethod
@@ -79,7 +79,7 @@ class StridedRuns(NamedTuple):
         return cls(block, kernel, state, fold.sizes, strides, offsets, fold.item)
 
     def shift(self, source: int, destination: int) -> StridedRuns:
-        """Add `source` bytes to the source's offset, and `destination` bytes to the other."""
+        """Add `source` bytes to the source offset, `destination` to the destination offset."""
         at = (self.offsets[0] + source, self.offsets[1] + destination)
         return StridedRuns(*self[:5], at, self.item)
 
@@ -116,7 +116,7 @@ class StridedRuns(NamedTuple):
 
         Add `item_offsets` to the starts to get offsets in the pool. `ids` are the block ids of
         each span, for source and destination. If `join` is true, ranges that are adjacent at
-        both ends are joined. `whole` says that the states of a kernel block are already folded
+        both ends are joined. `whole` is true if the states of a kernel block are already folded
         into the item.
         """
         source, destination = (
@@ -137,7 +137,10 @@ class StridedRuns(NamedTuple):
         return join_copies(source, destination, length) if join else (source, destination, length)
 
     def _starts(self, end: int, starts: SpanStarts, ids: Int64s) -> Int64s:
-        """Return the byte offset of each span at one end, to be added to `item_offsets`."""
+        """Return the byte offset of each span at the source (`end` 0) or the destination (1).
+
+        Callers add these offsets to `item_offsets`.
+        """
         total = np.zeros(len(ids), dtype=np.int64)
         for strides, index in (
             (self.block_strides, ids),
@@ -191,7 +194,7 @@ def fold_states(families: Iterable[StridedRuns], states: int) -> list[StridedRun
 
 
 def _joined(families: Sequence[StridedRuns]) -> list[StridedRuns]:
-    """Join adjacent families; the given families may differ only in offset and item."""
+    """Join adjacent families. All given families are equal except for offset and item size."""
     kept: list[StridedRuns] = []
     first, *others = sorted(families, key=lambda runs: runs.offsets[1])
     item = first.item

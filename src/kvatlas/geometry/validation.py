@@ -106,7 +106,7 @@ def _neighbours(parts: Mapping[str, Placement]) -> list[list[str]]:
 
 
 def _one_step(parts: list[Placement]) -> list[Placement]:
-    """Drop outer axes that all parts share, as long as one step along the axis spans all parts."""
+    """Drop outer axes that all parts share, while all parts fit into one step along the axis."""
     parts = [part.folded() for part in parts]
     while parts and all(part.axes for part in parts):
         outer = {(part.sizes[0], part.strides[0]) for part in parts}

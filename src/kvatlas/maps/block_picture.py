@@ -29,7 +29,7 @@ _PLAIN = ("attn", "self_attn", "mixer", "linear_attn")
 
 
 class RowSample(NamedTuple):
-    """One contiguous row of a drawn block: which field and head is at each of its sampled bytes."""
+    """A contiguous row of a drawn block, with the field and head at each sampled byte."""
 
     start: int
     nbytes: int
@@ -41,7 +41,7 @@ class RowSample(NamedTuple):
     goes_on: bool
     """Whether the row is longer than the part that is drawn."""
     more: int
-    """Number of further rows of the region that are not drawn."""
+    """Number of rows of the region that follow and are not drawn."""
 
 
 class GroupRows(NamedTuple):
@@ -52,9 +52,9 @@ class GroupRows(NamedTuple):
     """Number of groups that look the same."""
     rows: list[RowSample]
     each: float
-    """Bytes between two samples."""
+    """Bytes between two consecutive samples."""
     field: Box
-    """Placement of the first field of the largest region, with an axis for identical regions."""
+    """Placement of the first field of the largest region, with an axis over similar regions."""
 
     @property
     def heads(self) -> int:
@@ -63,7 +63,7 @@ class GroupRows(NamedTuple):
 
 
 def short_label(name: str) -> str:
-    """Return a short label: the layer's number and, if it adds information, its last component.
+    """Return a short label: the layer's number and, unless it is in `_PLAIN`, its last component.
 
     >>> short_label("model.layers.5.self_attn.attn"), short_label("head 3")
     ('layer 5', 'head 3')

@@ -11,7 +11,7 @@ from kvatlas.maps.route_drawing import RouteDrawing
 
 
 class MapData(msgspec.Struct, frozen=True, kw_only=True):
-    """The data of a map's HTML page, which contains it as JSON."""
+    """The data of a map. The HTML page contains it as JSON."""
 
     title: str
     names: tuple[str, ...]

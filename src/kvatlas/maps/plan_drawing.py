@@ -39,7 +39,7 @@ class FieldDrawing(msgspec.Struct, frozen=True, kw_only=True):
     padding: bool
     box: Box
     shard: str | None
-    """The axis that tensor parallelism divides."""
+    """The axis that tensor parallelism divides; None if it divides none."""
     whole: int
     """Size of the axis `shard` in the whole model."""
     ranges: tuple[tuple[tuple[int, int, int], ...], ...]

@@ -21,7 +21,7 @@ MOST_PAIRS = 32
 
 
 _KEYS = {"source_rank": "src_rank", "destination_rank": "dst_rank"}
-"""JSON keys, which the page reads."""
+"""JSON keys of two fields, as the HTML page expects them."""
 
 
 class PairDrawing(msgspec.Struct, frozen=True, kw_only=True, rename=_KEYS):

@@ -1,9 +1,9 @@
 """Models: read a model's config and list what each layer caches.
 
 `Model.load` takes a config in any form, or a name from the built-in catalogue, and
-lists the model's caches in the order in which an engine registers them. One function, called
-a reader, lists the caches of a whole family of models. Families differ in layer patterns and
-sizes; the spec of each layer validates the sizes.
+lists the model's caches in the order in which an engine registers them. For each family of
+models there is one function, called a reader, that lists the caches. Families differ in layer
+patterns and sizes; the spec of each layer validates the sizes.
 
 `Weights.load` takes the same sources and counts parameters and bytes. `memory_for_cache`
 returns the GPU memory that remains for caches after the weights are loaded.

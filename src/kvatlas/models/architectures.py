@@ -24,7 +24,7 @@ Reader = Callable[[Decoder], Iterator[Layer]]
 
 
 class Family(NamedTuple):
-    """A config reader, the models that it reads, and vLLM's names for their caches."""
+    """A config reader, the models whose configs it reads, and vLLM's names for their caches."""
 
     reader: Reader
     names: str = ""
@@ -56,9 +56,10 @@ _PLAIN = """
 
 
 def _full_every(interval: int) -> Reader:
-    """Return a reader that assumes full attention in every `interval`-th layer, else sliding.
+    """Return a reader for configs without a layer pattern.
 
-    The assumption applies only if the config has no layer pattern.
+    It assumes full attention in every `interval`-th layer, and a sliding window in the others. If
+    the config has a layer pattern, the reader uses it.
     """
     return partial(dense.dense, every=interval)
 

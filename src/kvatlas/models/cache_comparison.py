@@ -1,8 +1,9 @@
-"""Compare the caches of a model with the shapes that transformers has cached.
+"""Compare the caches of a `Model` with the tensors that transformers caches.
 
-vLLM and transformers cache the same rows in most models, in other memory. The comparison is per
-decoder layer: the heads and sizes of K and V, the latent rows, the keys of an indexer, the
-channels and inputs of a convolution, the elements of a recurrent state, and the window.
+For most models, vLLM and transformers cache the same rows, in different memory layouts. Each
+decoder layer is compared separately: the heads and sizes of K and V, the latent rows, the keys of
+an indexer, the channels and inputs of a convolution, the elements of a recurrent state, and the
+window.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from kvatlas.specs import (
 )
 
 ENGINES_DIFFER = {
-    "deepseek_v4": "transformers keeps open groups of tokens; vLLM keeps sums of a compressor",
+    "deepseek_v4": "transformers caches tokens of incomplete groups; vLLM caches compressor sums",
     "recurrent_gemma": "transformers keeps recurrent states in its modules, not in its cache",
-    "openai-gpt": "transformers computes all tokens again and caches nothing",
+    "openai-gpt": "transformers caches nothing and recomputes all tokens in every step",
     "minicpm3": "transformers caches latent rows; vLLM caches K and V for each head",
-    "qwen4_exp_text": "transformers keeps the indexer's row of each token; vLLM compresses them",
+    "qwen4_exp_text": "transformers caches an indexer row per token; vLLM compresses these rows",
 }
 """Model types whose caches differ between vLLM, which `Model` describes, and transformers."""
 
@@ -44,7 +45,7 @@ class CachedLayer(NamedTuple):
     tensors: dict[str, tuple[int, ...]]
     """Shapes by name: keys, values, indexer_keys, conv_states, recurrent_states and so on."""
     window: int | None = None
-    """Tokens that remain in the cache; None if all of them do."""
+    """Number of most recent tokens that stay in the cache; None if all tokens stay."""
 
     def elements(self) -> int:
         """Return the number of elements of all tensors."""
@@ -58,9 +59,10 @@ def differences(
     model_type: str = "",
     longest: int | None = None,
 ) -> list[str]:
-    """Return one sentence per decoder layer whose cache is another than transformers'.
+    """Return one sentence for each decoder layer whose cache differs in transformers.
 
-    A window of at least `longest` tokens, the longest context, counts as no window.
+    `caches` are the caches that kvatlas read from a config, and `built` those that transformers
+    built. A window of at least `longest` tokens, the longest context, counts as no window.
     """
     ours, offset = _expected(caches), _WINDOW_OFFSETS.get(model_type, 0)
     sparse = any("indexer_keys" in layer.tensors for layer in built)
@@ -81,7 +83,8 @@ def differences(
 def _is_expanded(caches: Sequence[Layer], index: int, theirs: dict[str, Any]) -> bool:
     """Return whether transformers has expanded latent rows to K and V for each head.
 
-    Releases before 5.23 do so for sparse MLA; the sizes of its rows can then not be compared.
+    transformers does this for sparse MLA in releases before 5.23. The sizes of the rows can then
+    not be compared.
     """
     several = theirs.get("keys", (1,))[0] > 1
     return several and any(
@@ -90,7 +93,7 @@ def _is_expanded(caches: Sequence[Layer], index: int, theirs: dict[str, Any]) ->
 
 
 def _expected(caches: Sequence[Layer]) -> defaultdict[int, dict[str, Any]]:
-    """Return what each decoder layer is expected to cache, by name."""
+    """Return the sizes that `caches` imply, by decoder layer and tensor name."""
     found: defaultdict[int, dict[str, Any]] = defaultdict(dict)
     counts: defaultdict[int, int] = defaultdict(int)
     doubled = any(".self_attn.1." in layer.name for layer in caches)
@@ -140,7 +143,7 @@ def _window(tokens: int | None) -> dict[str, Any]:
 
 
 def _observed(layer: CachedLayer) -> dict[str, Any]:
-    """Return the cache of a layer in the same terms as `_of_spec`, per token."""
+    """Return the sizes of a layer that transformers cached, in the form of `_of_spec`."""
     found = _window(layer.window)
     for name, shape in layer.tensors.items():
         if name in ("keys", "values"):
@@ -148,7 +151,7 @@ def _observed(layer: CachedLayer) -> dict[str, Any]:
         elif name == "indexer_keys":
             found[name] = shape[-1:]
         elif name == "conv_states":
-            # vLLM stores the inputs before the current one, transformers the current one too.
+            # vLLM stores the inputs before the current one. transformers also stores that one.
             found["conv"] = (shape[0], shape[-1] - 1)
         elif name == "recurrent_states":
             found["recurrent"] = math.prod(shape)

@@ -41,7 +41,7 @@ _WITHOUT_EFFECT = frozenset(
 )
 """Config keys that change neither K nor V: names, versions, initialisation, special tokens.
 
-Dtypes are left out as well, because plans record the dtype of every cache.
+The set also contains dtypes, because plans record the dtype of every cache.
 """
 
 
@@ -65,7 +65,7 @@ class CacheIdentity(
     adapter: _Text = ""
     """The name of the adapter (LoRA) that was active; empty if there was none."""
     salt: _Text = ""
-    """Separates requests that must not share a cache, such as those of different users."""
+    """A value that differs between requests that must not share a cache, such as two users'."""
     tenant: _Text = ""
     """The owner of the cache in a store that several tenants share."""
 

@@ -22,7 +22,7 @@ _SAMPLE = 4096
 _APART = 256 << 10
 """Bytes between the starts of two samples in a file without a valid safetensors header."""
 _OF_A_TENSOR = 4
-"""Samples per tensor in a file with a safetensors header."""
+"""Number of samples per tensor in a file with a safetensors header."""
 _LONGEST_HEADER = 256 << 20
 
 
@@ -45,7 +45,7 @@ def weights_identity(folder: Path) -> str:
     if not files:
         problem = f"The folder contains no weight files ({', '.join(_WEIGHTS)})"
         got = f"{folder}"
-        hint = "Pass the checkpoint's folder, or name the weights (vLLM: set weights_identity)"
+        hint = "Pass the checkpoint's folder, or a name for the weights (weights_identity in vLLM)"
         raise AtlasError(Code.BAD_CONFIG, problem, got=got, hint=hint)
     digest = blake2b(digest_size=16)
     for path in files:

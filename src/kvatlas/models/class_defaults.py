@@ -36,9 +36,9 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `class_defaults.json`."""
 
     transformers: str
-    """The version of transformers that was recorded."""
+    """The version of transformers from which the defaults were recorded."""
     defaults: dict[str, dict[str, Any]]
-    """Values by model type and key."""
+    """Default values, by model type and config key."""
     model_types: dict[str, str]
     """Model types by architecture."""
     without_decoder: frozenset[str]
@@ -80,9 +80,9 @@ def default_warnings(config: Config, filled: dict[str, Any]) -> list[str]:
 
 
 def other_key_heads(config: Config, architecture: str) -> str | None:
-    """Return a warning if the config has no number of KV heads and its class has a default.
+    """Return a warning if the number of KV heads is missing and transformers may have a default.
 
-    This concerns configs without a model type, whose class is therefore not certain.
+    Call it only for configs without a model type, whose config class is not certain.
     """
     model_type = recorded().model_types.get(architecture, "")
     default = recorded().defaults.get(model_type, {}).get("num_key_value_heads")

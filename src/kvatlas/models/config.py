@@ -56,7 +56,7 @@ class Config:
 
     def __init__(self, values: Mapping[str, Any], read: dict[str, bool] | None = None) -> None:
         self._values = values
-        # True for a key that was read, False for one that was only settled.
+        # True for a key that was read, False for a key that was only passed to `settled`.
         self._read: dict[str, bool] = {} if read is None else read
 
     def under(self, defaults: Mapping[str, Any]) -> Config:
@@ -73,16 +73,16 @@ class Config:
         return any(name in self._values for name in names)
 
     def was_read(self, name: str) -> bool:
-        """Return whether a getter has been asked for key `name`."""
+        """Return whether a getter was called for key `name`."""
         return self._read.get(name, False)
 
     def settled(self, *names: str) -> None:
-        """Record that the keys `names` do not change the caches, because others decide."""
+        """Record that `names` need not be read, because other keys determine the caches."""
         for name in names:
             self._read.setdefault(name, False)
 
     def unread_keys(self) -> list[str]:
-        """Return the filled keys that no getter has been asked for."""
+        """Return the `filled_keys` that were neither read nor passed to `settled`."""
         return [key for key in self.filled_keys() if key not in self._read]
 
     def _value(self, name: str) -> Any:
@@ -276,7 +276,7 @@ class Config:
 _NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {}, ())
 
 
-def bad(problem: str, got: str, hint: str = "Compare with num_hidden_layers") -> AtlasError:
+def bad(problem: str, got: str, hint: str = "Correct this key or num_hidden_layers") -> AtlasError:
     """Return an `AtlasError` with code `bad_config`; quote config values in `got` with `repr`."""
     return AtlasError(Code.BAD_CONFIG, problem, got=got[:200], hint=hint)
 

@@ -1,6 +1,6 @@
 """`Decoder`: the input of the functions that read the configs of a model family.
 
-It combines a text model's config with everything that does not depend on the family:
+A `Decoder` combines a text model's config with everything that does not depend on the family:
 the dtypes, which depend on the engine and the checkpoint, and the layer name prefixes,
 which depend on the multimodal wrapper. The readers only determine patterns and shapes.
 """
@@ -22,7 +22,7 @@ Kind = Literal["full", "sliding", "chunked"]
 
 
 class StateDtypes(NamedTuple):
-    """The dtypes of recurrent states; None selects the default of `engine`."""
+    """The dtypes of recurrent states; None selects the default dtype of `engine`."""
 
     engine: Engine = "vllm"
     ssm: str | None = None
@@ -59,8 +59,8 @@ class Decoder:
     def ssm_dtype(self, *, config: str | None = None, default: str | None = None) -> str:
         """Return the dtype of recurrent states.
 
-        A dtype given by the caller wins. Otherwise SGLang uses fp32, and vLLM uses the first
-        of these that is set: `config`, the family's `default`, the convolution's dtype.
+        A dtype given by the caller takes precedence. Otherwise SGLang uses fp32, and vLLM uses the
+        first of these that is set: `config`, the family's `default`, the convolution's dtype.
         `config` is the value in the model's config, for families where vLLM reads it.
         """
         if self.states.ssm is not None:

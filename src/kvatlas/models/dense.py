@@ -18,7 +18,7 @@ from kvatlas.specs import Indexer
 
 
 class Sizes(TypedDict, total=False):
-    """Sizes of one kind of layer; None selects the model's size."""
+    """Sizes of one kind of layer, such as sliding layers; None selects the model's size."""
 
     heads: int | None
     head_dim: int | None
@@ -96,7 +96,7 @@ def mimo(decoder: Decoder) -> Iterator[Layer]:
     elif not config.has("layer_types"):
         raise missing("hybrid_layer_pattern")
     else:
-        # transformers' form: its window counts the current token as well.
+        # In transformers' form of the config, the window includes the current token.
         sliding["window"] = sliding["window"] or config.count("sliding_window") - 1
         sliding["heads"] = sliding["heads"] or 2 * config.key_heads()
         kinds = attention_kinds(config)
@@ -217,9 +217,9 @@ def expanded_latent(decoder: Decoder) -> Iterator[Layer]:
 
 
 def cross_attending(decoder: Decoder) -> Iterator[Layer]:
-    """Yield the self-attention caches of Mllama; its cross-attention layers cache image rows.
+    """Yield the self-attention caches of Mllama, without its cross-attention to image rows.
 
-    The number of image rows is no part of the text model's config, so these are left out.
+    The text model's config does not contain the number of image rows.
     """
     config, spec = decoder.config, decoder.attention()
     crosses = config.indices("cross_attention_layers", decoder.depth)

@@ -39,7 +39,7 @@ class Gpu(NamedTuple):
 
 
 _TABLE = (
-    # name, usable GiB, as sold, other names
+    # name, usable GiB, advertised size, other names
     ("A100-40GB", 39.3, "40 GB", ""),
     ("A100-80GB", 79.1, "80 GB", "A100"),
     ("H100", 79.1, "80 GB", "H100-80GB"),
@@ -89,7 +89,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def find_gpus(text: str) -> tuple[int, Gpu]:
-    """Parse a number of GPUs and their kind, such as `8xH100`; the number defaults to 1.
+    """Return (number, GPU) of a text such as `8xH100`; the number defaults to 1.
 
     >>> number, gpu = find_gpus("8xH100")
     >>> number, gpu.name

@@ -52,7 +52,7 @@ def _gated_delta_net(decoder: Decoder, ssm_dtype: str | None = None) -> GatedDel
 
 
 def olmo_delta_net(decoder: Decoder) -> Iterator[Layer]:
-    """Yield the caches of OLMo-Hybrid; its sizes default to shares of the hidden size."""
+    """Yield the caches of OLMo-Hybrid; its sizes default to fractions of the hidden size."""
     config = decoder.config
     heads = config.count("linear_num_key_heads", default=config.query_heads())
     key_dim = config.count("linear_key_head_dim", default=int(0.75 * config.hidden() / heads))
@@ -78,7 +78,7 @@ def indexed_delta_net(decoder: Decoder) -> Iterator[Layer]:
         raise bad(
             "Per-layer embeddings with a convolution have caches that cannot be planned",
             f"ple_layer_ids={config.get('ple_layer_ids')!r}",
-            "Plan a config without ple_layer_ids, and add their bytes",
+            "Plan the config without ple_layer_ids, and add the bytes of these caches yourself",
         )
     config.settled("ple_conv_kernel_size", "heads_per_ngram", "number_of_conv_states")
     config.settled("indexer_n_heads", "indexer_kv_heads", "indexer_budget")
@@ -224,7 +224,7 @@ def rwkv4(decoder: Decoder) -> Iterator[Layer]:
     if width != config.hidden():
         raise bad(
             "attention_hidden_size must equal hidden_size", f"{width} and {config.hidden()}",
-            "Plan another model",
+            "Correct the config; RWKV-4 models with two different sizes cannot be planned",
         )  # fmt: skip
     spec = Mamba1(
         inner=width,

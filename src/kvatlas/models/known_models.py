@@ -1,8 +1,8 @@
 """The built-in catalogue: models that load by name, without a file or network access.
 
 An entry contains the keys of the model's config that determine its caches and weights. It
-goes through the same readers as a config file. The loaded model includes the entry's source
-and confidence.
+is read by the same functions as a config file. The loaded model includes the entry's source and
+confidence.
 
 Lists with one entry per layer are run-length encoded: `["mamba*5", "attention"]` expands
 to six entries.
@@ -70,7 +70,7 @@ def _expand(value: Any) -> Any:
 
 
 def _run(item: Any) -> list[Any]:
-    """Return the list that a string `word*count` encodes; any other item yields a list of one.
+    """Return the list that a string `word*count` encodes; for any other item, a list of this item.
 
     A word of digits becomes an integer.
     """

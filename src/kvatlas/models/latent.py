@@ -24,7 +24,7 @@ _V4_KINDS = {
     "compressed_sparse_attention": 4,
     "heavily_compressed_attention": 128,
 }
-"""transformers' layer types of DeepSeek-V4, and the compression of each."""
+"""transformers' layer types of DeepSeek-V4, and the compression ratio of each."""
 
 # MLA stores one latent row for all heads, so the sizes of heads do not change its cache.
 _EXPANDED = (

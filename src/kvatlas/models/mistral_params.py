@@ -42,7 +42,7 @@ def is_mistral(values: Mapping[str, Any]) -> bool:
 
 
 def from_mistral(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json that a params.json stands for.
+    """Return the content of a params.json with the keys of a config.json.
 
     >>> from_mistral({"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8})
     ... # doctest: +NORMALIZE_WHITESPACE
@@ -70,14 +70,15 @@ def from_mistral(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rename_windows(text: dict[str, Any]) -> None:
-    """Turn a list of windows, which repeats, into one word for each layer."""
+    """Replace a list of windows, which repeats over the layers, by `layer_types` and one window."""
     windows, depth = text.get("sliding_window"), text.get("num_hidden_layers")
     if not isinstance(windows, list):
         return
     sizes = sorted({one for one in windows if one is not None})
     if not windows or not isinstance(depth, int) or depth % len(windows) or len(sizes) > 1:
         raise bad(
-            "sliding_window must repeat evenly over the layers, with one window size",
+            "The list sliding_window must contain one window size, and its length must divide the "
+            "number of layers",
             f"{windows!r} for {depth!r} layers",
             "Correct sliding_window in params.json",
         )

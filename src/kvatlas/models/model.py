@@ -64,7 +64,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     repeats_heads: bool = True
     """Whether vLLM replicates KV heads when there are more ranks than KV heads."""
     output_groups: int | None = None
-    """Groups of the output projection, which vLLM divides over ranks; None if there are none."""
+    """Groups of the output projection. vLLM divides them over the ranks. None if there are none."""
     dtype: str = "bf16"
     """The dtype in which the model is served."""
     max_len: int | None = None
@@ -97,7 +97,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         or to bf16 for an fp32 checkpoint. `ssm_dtype` and `conv_dtype`
         override the dtypes in which `engine` stores recurrent states. With
         `oracle="transformers"`, transformers builds the model without memory and runs a few
-        tokens; a layer that caches something else than kvatlas has read is an error.
+        tokens. An error is raised if a layer caches something other than kvatlas has read.
 
         >>> model = Model.load("Qwen3-Next-80B-A3B", engine="sglang")
         >>> model.layers[0].name, model.layers[0].spec.ssm_dtype
@@ -206,10 +206,10 @@ def _longest(text: Config) -> int | None:
 
 
 def _refuse_contradiction(root: Config, text: Config) -> None:
-    """Raise an error if the outer config sets sizes of the text model that its own part denies.
+    """Raise an error if the outer config and its text config set a size to different values.
 
-    transformers keeps unknown keys of a config that it saves, next to a text model with default
-    values: it cannot be known which of the two is right.
+    transformers can save such a config: unknown keys in the outer part, and a text config with
+    default values. It is then unknown which of the two values is right.
     """
     for key in _DECISIVE:
         outer, inner = root.get(key), text.get(key)
@@ -222,7 +222,7 @@ def _refuse_contradiction(root: Config, text: Config) -> None:
 
 
 def text_of(root: Config) -> Config:
-    """Return the text model's config, which multimodal configs nest once or twice."""
+    """Return the text model's config; multimodal configs contain it one or two levels deep."""
     text = root
     for _ in range(3):
         text = text.section(*_TEXT) or text

@@ -1,4 +1,4 @@
-"""Refuse configs of models that have no KV cache, or none that can be planned, by name."""
+"""Raise errors for models, known by name, that have no KV cache or none that can be planned."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _TASKS = re.compile(
 )
 
 REFUSED = {
-    "blt": "it is four models in one, whose caches grow with bytes and with patches",
+    "blt": "it combines four models, whose caches grow with bytes or with patches of bytes",
     "gemma4_assistant": "it is a draft model, which reads the caches of its target model",
     "gemma4_unified_assistant": "it is a draft model, which reads the caches of its target model",
-    "inkling_text": "each layer keeps four convolution states next to K and V",
-    "inkling2_text": "each layer keeps convolution states next to K and V",
-    "reformer": "it caches hidden rows and hash buckets, and no K and V",
+    "inkling_text": "each layer caches four convolution states in addition to K and V",
+    "inkling2_text": "each layer caches convolution states in addition to K and V",
+    "reformer": "it caches hidden states and hash buckets instead of K and V",
     "xlm": "it has no cache",
-    "xlnet": "it caches hidden rows, and no K and V",
-    "xlstm": "it keeps the matrix memories of mLSTM layers, which cannot be planned",
-    "zaya": "each layer keeps convolution states of compressed attention next to K and V",
+    "xlnet": "it caches hidden states instead of K and V",
+    "xlstm": "it caches the matrix memories of mLSTM layers, for which there is no spec",
+    "zaya": "each layer caches convolution states of compressed attention in addition to K and V",
 }
 """Model types with a known reason why they cannot be planned."""
 

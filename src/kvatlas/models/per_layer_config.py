@@ -1,8 +1,8 @@
 """`per_layer_config`: the sizes of single layers, as transformers saves them since version 5.
 
-transformers keeps one value of a setting for the whole model, and lists the layers that differ in
-`per_layer_config`, by layer number. Gemma-4's full attention has fewer and larger heads, for
-example. A reader reads the values of the whole model, and the values here replace them.
+A config has one value of each setting for the whole model. `per_layer_config` contains the values
+of layers that differ, by layer number; Gemma-4's full attention, for example, has fewer and larger
+heads. A reader reads the values of the whole model. The values here then replace them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _layer_number(key: str) -> int:
 def _changed(layer: Layer, own: Config) -> AnySpec:
     spec = layer.spec
     names: dict[str, str] = {}
-    # The heads of MLA are computed from its latent rows, so their sizes are no part of the cache.
+    # MLA computes heads from its latent rows, so the sizes of heads do not change the cache.
     no_effect = _NO_EFFECT | _INDEXER.keys() | _ATTENTION.keys()
     if isinstance(spec, LatentAttention):
         names = _LATENT
@@ -63,7 +63,7 @@ def _changed(layer: Layer, own: Config) -> AnySpec:
             raise bad(
                 f"per_layer_config changes {key}, which may change the cache of a layer",
                 f"{own.get(key)!r} for layer {layer.index}, a {type(spec).__name__}",
-                "Plan the config with the release of the model's own repository",
+                "Use the config.json of the model's own repository, not one that was saved again",
             )
     changes: dict[str, Any] = {}
     for key, name in names.items():

@@ -1,4 +1,4 @@
-"""Run a model of transformers without memory, and list what each of its layers has cached.
+"""Run a transformers model on the meta device, and list what each layer caches.
 
 `build_config` builds the model of a config on the meta device, whose tensors have shapes and no
 data, and runs a few tokens. The largest models take a few seconds and no memory. This module needs
@@ -19,11 +19,11 @@ from torch.overrides import TorchFunctionMode
 from kvatlas.models.cache_comparison import CachedLayer
 
 TOKENS = 7
-"""Tokens of the only sequence of the batch."""
+"""Length in tokens of the only sequence in the batch."""
 
 
 class Built(NamedTuple):
-    """One architecture as transformers builds it."""
+    """A model that transformers built on the meta device, and the layers of its cache."""
 
     model_type: str
     architecture: str
@@ -89,7 +89,7 @@ def _cached(layer: Any) -> CachedLayer:
 
 
 def _shapes(name: str, value: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a tensor, or of the tensors in a list or dict, without the batch."""
+    """Return the shapes of a tensor, or of a list or dict of tensors, without the batch axis."""
     if isinstance(value, torch.Tensor):
         return {name: tuple(value.shape[1:])}
     keyed: list[tuple[Any, Any]] = []
@@ -114,10 +114,10 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 class _Meta(TorchFunctionMode):
-    """Answer the questions that need data, so that models run on the meta device.
+    """Replace the operations that need data, so that models run on the meta device.
 
-    Modeling code asks whether a mask is all ones, for example. Each question is answered as for
-    one sequence without padding.
+    Modeling code tests, for example, whether a mask is all ones. Each such operation returns its
+    result for one sequence without padding.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,7 +1,7 @@
 """Config keys that may change the caches, although no reader has read them.
 
 Models gain new settings with every release. A key whose name contains a word such as `head` or
-`window` may change what a layer caches, so a reader that does not read it must not be silent.
+`window` may change what a layer caches. If no reader has read it, a warning reports the key.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvatlas.models.config import Config
 
 _MAY_CHANGE = re.compile(r"(^|_)kv_|_kv(_|$)|head|window|layer_types|index|conv|state")
 
-# These keys change computations, weights, training or inputs, and no cache.
+# These keys change computations, weights, training or inputs, but not the caches.
 _HARMLESS = re.compile(
     r"^(lm_head|tie_|use_lm_head|output_hidden_states|initializer|head_wise|headwise|softmax|"
     r"rope|rotary|partial_rotary|mrope|query_pre_attn|use_head|attn_head_scale|heads_per_ngram|"

@@ -1,4 +1,4 @@
-"""Check that transformers caches what kvatlas has read from a config."""
+"""Check that transformers caches the same tensors that kvatlas has read from a config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HINT = "Report the config at the project's issue tracker, and do not trust the 
 
 
 def verify(layers: Sequence[Layer], source: Source, longest: int | None) -> str | None:
-    """Raise an error if a layer caches something else in transformers than in `layers`.
+    """Raise an error if transformers caches something other than `layers` for the same config.
 
     `longest` is the longest context in tokens. If vLLM and transformers are known to cache this
     model in different forms, nothing is compared, and a warning is returned.
@@ -64,5 +64,5 @@ def _refused(source: Source, reason: str) -> AtlasError:
         Code.UNKNOWN_ARCHITECTURE,
         "The model cannot be verified with transformers",
         got=f"{source.name or 'the config'}: {reason}"[:400],
-        hint="Pass the whole config.json of a model that transformers supports, or do not verify",
+        hint="Pass the config.json of a model that transformers supports, or skip verification",
     )

@@ -1,4 +1,4 @@
-"""The engine rules that apply to a model on a chip, and sentences about them."""
+"""The engine rules that apply to a model on a chip, and the sentences that explain them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvatlas.specs import Recurrent, Spec
 def applied_checkpoints(
     model: Model, rules: EngineRules, chip: str | None
 ) -> dict[Spec, PrefillCheckpoint]:
-    """Return the rule for each spec whose states are saved in the middle of a prefill.
+    """Return the rules for recurrent states that are saved in the middle of a prefill, by spec.
 
-    A kernel that aligns blocks saves states only if the kernels of all recurrent layers do.
+    A rule that aligns the block size applies only if such a rule applies to all recurrent specs.
     """
     specs = {layer.spec for layer in model.layers if isinstance(layer.spec, Recurrent)}
     found = {spec: rules.checkpoint(model, spec, chip) for spec in specs}
@@ -28,7 +28,7 @@ def applied_checkpoints(
 
 
 def rule_reasons(request: PlanRequest) -> Iterator[str]:
-    """Yield sentences about the rules that depend on the release or the chip."""
+    """Yield sentences that explain the rules that depend on the release of vLLM or the chip."""
     release = f"vLLM {request.rules.version}"
     for rule in dict.fromkeys(request.checkpoints.values()):
         if not rule.chips:
@@ -49,7 +49,7 @@ def rule_reasons(request: PlanRequest) -> Iterator[str]:
 
 
 def chip_warnings(request: PlanRequest) -> Iterator[str]:
-    """Yield a warning if no chip was named and the plan of vLLM depends on the chip."""
+    """Yield a warning if the caller named no chip and vLLM's plan depends on the chip."""
     if request.chip is not None or request.policy.startswith("atlas"):
         return
     if not request.prefix_caching:

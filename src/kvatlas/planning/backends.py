@@ -1,9 +1,8 @@
 """Attention backends as data: the block sizes, layouts and cache dtypes that each supports.
 
-Planning never calls a backend; it only needs to know what the backend accepts. The
-defaults are the backends that vLLM selects on a Hopper GPU; `engine_rules` has those of other
-chips. The option `backend=` selects
-another one for all layers whose default backend has the same `family`.
+Planning never calls a backend; it only needs this data. The defaults are the backends that vLLM
+selects on a Hopper GPU; `engine_rules` has those of other chips. The option `backend=` selects
+another backend for all layers whose default backend has the same `family`.
 
 A backend supports every block size that is a multiple of one of its `sizes`. Its kernels read
 blocks of exactly these sizes or, if `multiples` is set, of any multiple of them. Other blocks
@@ -34,7 +33,7 @@ from kvatlas.specs import (
 Family = Literal["dense", "latent", "sparse", "indexer", "other"]
 
 ANY_ORDER = ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC")
-"""Supported layouts of a backend that declares none, in vLLM's order of preference."""
+"""Layouts that a backend supports if it declares none, in vLLM's order of preference."""
 
 
 EVERY_ORDER = (
@@ -76,7 +75,7 @@ class Backend(msgspec.Struct, frozen=True):
         return self.takes(block) if self.multiples else block in self.sizes
 
     def kernel_block(self, block: int) -> int | None:
-        """Return the largest kernel block size, in tokens, that divides `block`; None if none."""
+        """Return the largest kernel block size that divides `block`, in tokens, or None."""
         if self.reads(block):
             return block
         return max((size for size in self.sizes if block % size == 0), default=None)

@@ -51,7 +51,7 @@ def kernel_size(request: PlanRequest) -> BlockSize:
         names = [backend.name for backend in used]
         why = f"the smallest that {names[0]} supports"
         if len(used) > 1 or block != min(used[0].sizes):
-            why = f"the smallest from {DEFAULT_BLOCK} up that suits {', '.join(names)}"
+            why = f"the smallest of at least {DEFAULT_BLOCK} that {', '.join(names)} support"
         return BlockSize(block, reasons=(f"Block size: {block} tokens, {why}.",))
     block = positive(request.block_size, "the block size")
     for backend in used:
@@ -90,7 +90,7 @@ def block_size(request: PlanRequest) -> BlockSize:
 
 
 def kernel_multiple(request: PlanRequest, block: int) -> int:
-    """Return a number of tokens; the block size of a hybrid must be a multiple of it.
+    """Return the number of tokens of which a hybrid's block size must be a multiple.
 
     `block` is the smallest block size that the kernels support.
     """
@@ -101,7 +101,7 @@ def kernel_multiple(request: PlanRequest, block: int) -> int:
 
 
 def checkpoint_multiple(request: PlanRequest) -> int:
-    """Return a number of tokens; prefill kernels save states at multiples of it."""
+    """Return the number of tokens at whose multiples prefill kernels save states."""
     return lcm(*(rule.alignment for rule in request.checkpoints.values()))
 
 

@@ -23,9 +23,9 @@ from kvatlas.planning.request import PlanRequest
 PROMISE = 0.99
 """The minimum fraction of vLLM's number of requests that a plan must fit."""
 LENGTHS = 32_768
-"""The promise holds at least up to this request length, even if `max_len` is shorter."""
+"""The promise holds at least up to this request length in tokens, even if `max_len` is less."""
 MOST_LENGTHS = 1 << 20
-"""The longest request length up to which every step is compared."""
+"""The request length in tokens up to which all results of `steps` are compared."""
 
 
 @dataclass(frozen=True, slots=True)

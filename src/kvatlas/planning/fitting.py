@@ -230,7 +230,7 @@ class Fitting:
 
     @property
     def _weights_origin(self) -> str:
-        """The source of the weights' size; for an estimate, also the reasons."""
+        """How the size of the weights was determined; for an estimate, also its assumptions."""
         source = self.weights.source
         return "; ".join((source, *self.weights.warnings)) if self.weights.estimate else source
 
@@ -282,7 +282,7 @@ def fit(
     """Fit a model on GPUs such as `8xH100`, in the given topology or the one with the most users.
 
     The topology is given by `tp`, `pp`, `dp`, `dcp` and `ep`; see `Topology`. If all of them have
-    their defaults, the topology with the most users is searched. `model` is anything that
+    their defaults, `fit` searches for the topology with the most users. `model` is anything that
     `Weights.load` takes; a `Model` is not enough, because it has no weights. Options are
     `utilization`, the fraction of GPU memory to use (0.9 by default), `overhead`, the bytes per GPU
     for everything except weights and cache, `weights_dtype`, the format of the weights if it is

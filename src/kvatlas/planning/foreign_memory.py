@@ -153,7 +153,7 @@ class _Seen:
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """A key; layers with equal keys share a region if their offsets are evenly spaced."""
+        """A key. Layers with equal keys and evenly spaced offsets share a region."""
         placed = self.placed.shift(-self.placed.offset)
         return (self.group, self.stage, self.block, self.page, placed)
 

@@ -31,9 +31,9 @@ from kvatlas.planning.sized_layers import (
 from kvatlas.specs import Attention
 
 STRETCH = 1.5
-"""The size of groups depends on the layers of the most frequent kind and of the rarest kind. If
-their ratio is less than this, a group holds as many layers as the most frequent kind has;
-otherwise as many as the rarest kind has."""
+"""The threshold that decides the number of layers per group. Divide the number of layers of the
+most frequent kind by that of the rarest kind. If the ratio is less than this, a group has as many
+layers as the most frequent kind; otherwise it has as many as the rarest kind."""
 
 
 _PROMOTED: dict[Kind, Kind] = {
@@ -130,7 +130,7 @@ def promote(layers: list[SizedLayer]) -> list[SizedLayer]:
 def unify_pages(layers: list[SizedLayer]) -> list[SizedLayer]:
     """Return the layers with all pages enlarged to the size of the largest page.
 
-    A page grows by a larger block if possible, otherwise by padding.
+    A page is enlarged by a larger block if possible, otherwise by padding.
     """
     largest = max(layer.nbytes for layer in layers)
     unified = []
@@ -211,7 +211,7 @@ def pack_unlike_pages(layers: list[SizedLayer]) -> list[GroupDraft]:
 
 
 def kinds_of(layers: Iterable[SizedLayer]) -> list[list[SizedLayer]]:
-    """Divide layers into lists; the layers of a list can share a block table and kind of page."""
+    """Divide layers into lists of layers that can share a block table and a kind of page."""
     return list(_by(_merged, layers).values())
 
 

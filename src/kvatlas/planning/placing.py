@@ -32,7 +32,7 @@ from kvatlas.planning.request import PlanRequest
 from kvatlas.planning.sized_layers import LOCAL_KINDS, SizedLayer, page_of
 
 _FORGOTTEN_UNIT = 1_000
-"""With less memory than this many bytes, the caller probably forgot a unit."""
+"""If the memory is less than this many bytes, the error asks whether a unit is missing."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class PoolDraft:
     pack: int = 1
     """Number of attention layers in a page."""
     page: int = 0
-    """Bytes of a page that attention layers and states share; 0 if they do not share pages."""
+    """Size in bytes of the pages that attention and states share; 0 if they share none."""
     states: bool = False
     """Whether this is a separate pool of recurrent states, sized by the number of requests."""
     interleaved: bool = True

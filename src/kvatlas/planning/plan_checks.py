@@ -1,8 +1,8 @@
-"""Validation of plans, whenever one is built or read.
+"""Validation of plans, whenever a plan is built or read.
 
-The checks: counts are in range; every layer has all of its parts and tokens; groups match the
-specs of their layers; regions are in bounds and do not overlap; every field, such as K or V, can
-be a strided view; and blocks of different groups overlap only if they have the same id.
+These rules are checked: counts are in range; every layer has all of its parts and tokens; groups
+match the specs of their layers; regions are in bounds and do not overlap; every field, such as K or
+V, can be a strided view; and blocks of different groups overlap only if they have the same id.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from kvatlas.geometry.integers import natural, positive
 from kvatlas.planning.plan_parts import Group, Pool, Region, blocks_taken
 
 DECODING = 1
-"""The tokens in flight of a decoding request."""
+"""The number of tokens in flight of a request that decodes."""
 
 
 class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -38,7 +38,7 @@ class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     accepted_layouts: tuple[str, ...] = ()
     """Layouts that work for the plan's backends and pages: those that engines use, and `layout`."""
     pack: int = 1
-    """Attention layers per page (or per block) in a hybrid."""
+    """Number of attention layers per page (or per block) in a hybrid."""
     prefix_caching: bool = True
     reasons: tuple[str, ...] = ()
     """The reasons for the block size, and its trade-offs."""

@@ -23,11 +23,11 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     pool: int
     """The index of the pool that provides the group's blocks."""
     window: int | None = None
-    """Tokens of the window or chunk; None without one."""
+    """Size of the window or chunk in tokens; None if the layers have neither."""
     held: int = 1
-    """For recurrent layers, the blocks that a request holds, regardless of its length."""
+    """For recurrent layers, the number of blocks that a request of any length holds."""
     source: int = 0
-    """For cross attention, the tokens of the encoder."""
+    """For cross-attention, the number of encoder tokens."""
     mixed: bool = False
     """Whether the layers of the group have different pages."""
 

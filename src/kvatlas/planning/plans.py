@@ -84,7 +84,7 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
     def __repr__(self) -> str:
         return f"<Plan {self}>"
 
-    # -- travel ---------------------------------------------------------------------
+    # -- JSON -----------------------------------------------------------------------
 
     def to_json(self) -> bytes:
         """Return the plan as JSON."""
@@ -238,7 +238,7 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
                 unclean.append(index)
         return tuple(unclean)
 
-    # -- in words -------------------------------------------------------------------
+    # -- reports --------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
         """Return the main figures of the plan as one JSON object."""

@@ -104,7 +104,8 @@ def _layout(
     """Return the requested layout, or by default the first suitable layout in `orders`.
 
     A layout is suitable if all groups can share a pool; for hybrids, if it is block-outermost. If
-    no layout is suitable, the first of `orders` is returned. `hybrid` is whether the model is one.
+    no layout is suitable, the first of `orders` is returned. `hybrid` is true if the model is a
+    hybrid.
     """
     preferred = request.layout
     if preferred is None and hybrid and request.pack == "auto":
@@ -142,7 +143,7 @@ def _pools(layers: list[SizedLayer], layout: Layout) -> list[PoolDraft]:
 
 
 class Yardstick:
-    """vLLM's plan, with which other plans are compared."""
+    """vLLM's plan for a request, with which other plans are compared."""
 
     def __init__(self, request: PlanRequest, layers: list[SizedLayer] | None = None) -> None:
         self.request = request
@@ -229,16 +230,17 @@ class Hybrid:
 
     @property
     def most_packed(self) -> int:
-        """The largest useful pack: blocks cannot become smaller, and all layers are in a page.
+        """The largest useful number of attention layers per page (`pack`).
 
-        It may exceed the number of attention layers; the rest of the page is then padding.
+        A larger pack would not make blocks smaller. The result may exceed the number of attention
+        layers; the rest of the page is then padding.
         """
         smallest = self.packed_step * self.token
         return max(len(self.attention), ceil_div(self.largest_state, smallest))
 
     @property
     def packed_step(self) -> int:
-        """The block size of a pack is a multiple of this number of tokens."""
+        """The number of tokens of which the block size of a packed plan is a multiple."""
         step = kernel_multiple(self.request, self.request.block_size or DEFAULT_BLOCK)
         return lcm(step, checkpoint_multiple(self.request))
 
@@ -339,7 +341,10 @@ def _shared_drafts(hybrid: Hybrid) -> Iterator[PlanDraft]:
 
 
 def _largest(hybrid: Hybrid) -> int:
-    """Return the largest block size to try, in tokens: one attention page then holds a state."""
+    """Return the largest block size to try, in tokens.
+
+    With this block size, an attention page is large enough for a recurrent state.
+    """
     step = hybrid.search.step
     return step * ceil_div(hybrid.largest_state, step * hybrid.token)
 

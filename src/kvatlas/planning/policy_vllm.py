@@ -1,6 +1,6 @@
 """Policies `vllm` and `uniform`: the plans of a release of vLLM, byte for byte.
 
-`engine_rules` has a table of the differences between releases and chips.
+The differences between releases and chips are tables in `engine_rules`.
 
 `uniform` is the plan of vLLM without its hybrid manager: layers with windows and chunks keep
 all tokens, so that all layers share one block table.

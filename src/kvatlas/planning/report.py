@@ -18,9 +18,9 @@ class Padding(msgspec.Struct, frozen=True):
     claimed: int
     """Bytes of all blocks of the request."""
     pages: int
-    """Bytes of padding at the end of pages, which makes different pages the same size."""
+    """Bytes of padding at the end of pages, which gives all pages the same size."""
     empty: int
-    """Bytes of a block that no page of its group uses, including padding at the end of blocks."""
+    """Bytes of blocks that no page of their group uses, including padding at the end of blocks."""
 
     @property
     def share(self) -> float:

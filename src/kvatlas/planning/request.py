@@ -45,7 +45,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The rules of the release of vLLM."""
     chip: str | None = None
     checkpoints: dict[Spec, PrefillCheckpoint] = {}
-    """Specs of recurrent layers whose states are saved in the middle of a prefill, and why."""
+    """The rule for each recurrent spec whose states are saved in the middle of a prefill."""
 
 
 def quantity(value: int | str, what: str = "the memory") -> int:

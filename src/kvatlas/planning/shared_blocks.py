@@ -27,7 +27,7 @@ from kvatlas.planning.request import PlanRequest
 from kvatlas.planning.sized_layers import SizedLayer, page_of
 
 _SPLITS = (1, 2, 4, 8)
-"""Numbers of parts into which a state may be split; each part is a separate kernel call."""
+"""Numbers of parts into which a state may be split; each part needs a separate kernel call."""
 _MOST_SIZES = 1024
 """Limit on the block sizes to try; real models need at most a few hundred."""
 _BATCH = 16

@@ -1,7 +1,7 @@
 """`SizedLayer`: a layer at a given block size on one rank, the input of grouping and placing.
 
-It has the layer's page, its padding and the requirements of its backend. Two layers have the
-same `key` if they can share a block table and a region of memory.
+A `SizedLayer` has the layer's page, its padding and the requirements of its backend. Two layers
+have the same `key` if they can share a block table and a region of memory.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class SizedLayer:
     splits: int = 1
     """Number of parts into which a state is split by heads; each has a separate page."""
     part: int = 0
-    """The index of this part."""
+    """The index of the part that this object describes; 0 if the state is not split."""
     page: Page = field(init=False, compare=False)
     """The page, including padding."""
     nbytes: int = field(init=False, compare=False)
@@ -150,7 +150,7 @@ class SizedLayer:
 
     @property
     def alignment(self) -> int:
-        """The block stride must be a multiple of this number of bytes."""
+        """The number of bytes of which the block stride must be a multiple."""
         if self.apart is None:
             return 1
         unit, size = self.apart
@@ -172,7 +172,7 @@ class SizedLayer:
 
     @property
     def apart(self) -> tuple[str, int] | None:
-        """(unit, size): the block stride must be a multiple of `size`. None if any is allowed.
+        """A pair (unit, size), if the block stride must be a multiple of `size`; else None.
 
         The unit is "rows", with the size in bytes, or "kernel blocks", with the size in tokens.
         """

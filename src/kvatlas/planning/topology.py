@@ -1,4 +1,4 @@
-"""Topologies: check whether a model or vLLM supports one, and assign layers to stages."""
+"""Topologies: check whether a model and vLLM support a topology, and assign layers to stages."""
 
 from __future__ import annotations
 

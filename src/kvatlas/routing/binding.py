@@ -40,7 +40,7 @@ class Starts:
 
     @classmethod
     def of(cls, source: Int64s, destination: Int64s, scales: Int64s | None = None) -> Starts:
-        """Create starts from offsets at both ends, which must be sorted by `destination`."""
+        """Create starts from source and destination offsets, which must be sorted by the latter."""
         return cls(
             source,
             destination,
@@ -58,7 +58,10 @@ class Starts:
         return self.destination if end else self.source
 
     def touch(self, near: int, far: int) -> bool:
-        """Return whether successive starts are `near` apart in `destination`, `far` in `source`."""
+        """Return whether two successive starts have the given distances, in bytes.
+
+        `near` is the distance of their destination offsets, `far` that of their source offsets.
+        """
         return bool(((np.diff(self.destination) == near) & (np.diff(self.source) == far)).any())
 
 
@@ -87,10 +90,10 @@ class Copy:
     source: Int64s
     destination: Int64s
     length: Int64s
-    """Offsets and lengths of the spans. No span is empty."""
+    """`source`, `destination` and `length` describe the spans. No length is 0."""
     _: KW_ONLY
     starts: Starts = ORIGIN
-    """Offsets that depend only on the route; the same object for every request."""
+    """The starts. They depend only on the route, so all its requests share one object."""
     cast: ElementCast | None = None
     """Element conversion during the copy. If set, offsets and lengths count elements."""
 
@@ -106,7 +109,8 @@ class Copy:
     def runs(self) -> tuple[Int64s, Int64s, Int64s]:
         """Return (source offsets, destination offsets, lengths) of all runs, span by span.
 
-        Raises an error if the copy casts elements, which have different sizes at the two ends.
+        Raises an error if the copy casts elements, because they then have different sizes in source
+        and destination.
         """
         if self.cast is not None:
             problem = "A copy that casts elements cannot be expressed as runs of bytes"
@@ -146,7 +150,7 @@ class Copy:
 
 
 class RepeatedRuns(NamedTuple):
-    """Strips (`StridedRuns`) that differ only in their offsets: one strip, and all offsets."""
+    """Strips (`StridedRuns`) that differ only in their offsets: one strip and all offsets."""
 
     strip: StridedRuns
     starts: Starts
@@ -188,8 +192,8 @@ class CompiledPair(NamedTuple):
     """The runs between two groups, without block ids.
 
     `states` are the runs of one state. `whole` are the runs of a whole cell, which is a kernel
-    block or several contiguous ones; `whole` is empty if the cells of the two ends have
-    different numbers of states.
+    block or several contiguous ones; `whole` is empty if the cells of source and
+    destination have different numbers of states.
     """
 
     pair: GroupPair
@@ -212,7 +216,7 @@ def compile_pair(pair: GroupPair, strips: Sequence[StridedRuns]) -> CompiledPair
 def repeated(
     strips: Sequence[StridedRuns], scales: Sequence[int] | None = None
 ) -> list[RepeatedRuns]:
-    """Merge strips that differ only in their offsets into one `RepeatedRuns` each.
+    """Return one `RepeatedRuns` for each set of strips that differ only in their offsets.
 
     `scales` contains, for each strip, the index of its scale in `ElementCast.scales`.
     """
@@ -256,9 +260,10 @@ def ranges(compiled: CompiledPair, bound: BoundStates) -> Iterator[Runs]:
 
 
 def count_ranges(compiled: CompiledPair, bound: BoundStates, cuts: int) -> int:
-    """Return an upper bound on the number of runs of `bound` if its spans are cut `cuts` times.
+    """Return an upper bound on the number of runs that copy `bound`.
 
-    Runs of different strips that happen to be adjacent count separately.
+    `cuts` is the number of times that its spans are cut in two. Adjacent runs of different strips
+    count separately.
     """
     count = 0
     for runs, part, whole in _folded(compiled, bound):
@@ -334,9 +339,9 @@ def _all_sums(starts: Starts, source: Int64s, destination: Int64s, length: Int64
 
 
 def _apart(outer: Starts, inner: Starts, item: int) -> bool:
-    """Return whether the runs at all sums outer + inner are sorted and none can be joined.
+    """Return whether the runs at all sums outer + inner are sorted and no two can be joined.
 
-    Each run is `item` bytes long. The order is by destination; inner starts vary fastest.
+    Each run is `item` bytes long. Inner starts vary fastest, and the order is by destination.
     """
     span = int(inner.destination[-1] - inner.destination[0]) + item
     reach = int(inner.source[-1] - inner.source[0]) + item

@@ -130,7 +130,9 @@ def _tables(plan: Plan, blocks: Any, end: str) -> dict[int, Int64s]:
 
 
 def table_arrays(blocks: Any, end: str) -> Any:
-    """Convert block tables to arrays, for repeated use; `end` names the plan in errors.
+    """Convert block tables to arrays, for repeated use.
+
+    `end` is "source" or "destination", for error messages.
 
     >>> table_arrays({0: [3, 1]}, "source"), table_arrays([2], "source")
     ({0: array([3, 1])}, array([2]))
@@ -141,5 +143,5 @@ def table_arrays(blocks: Any, end: str) -> Any:
 
 
 def block_table(given: Any, what: str) -> Int64s:
-    """Return a caller's block table as a one-dimensional int64 array; `what` names it in errors."""
+    """Return a caller's block table as an int64 array; `what` describes it in error messages."""
     return whole_numbers(given, f"block ids of {what}")

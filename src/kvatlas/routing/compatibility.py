@@ -59,7 +59,7 @@ def reasons(
     layers: Collection[str] | None = None,
     converting: bool = False,
 ) -> list[Reason]:
-    """Return all differences that prevent a copy; if `converting`, dtypes may differ."""
+    """Return all differences that prevent a copy. If `converting` is true, dtypes may differ."""
     if not source.specs.keys() & destination.specs.keys():
         got = f"{source.plan.model!r} and {destination.plan.model!r}, which have no layer in common"
         return [Reason(Code.UNLIKE_MODELS, got)]
@@ -89,7 +89,7 @@ def reasons(
 
 
 def refuse(reasons: list[Reason]) -> None:
-    """Raise the first reason as an error that also counts the other reasons.
+    """Raise an error for the first reason; it also reports how many more there are.
 
     Does nothing if the list is empty.
     """

@@ -22,7 +22,7 @@ from kvatlas.routing.plan_ends import FieldView, LayerPart, PlanEnd
 from kvatlas.specs import Visibility
 
 Layers = tuple[str, ...]
-"""Layers that share the same regions at both ends."""
+"""Names of layers that are in one region of the source and in one region of the destination."""
 
 
 class GroupPair(NamedTuple):
@@ -84,16 +84,16 @@ class Compiler:
         visibilities: Mapping[str, Visibility],
         padding: Mapping[str, frozenset[str]] | None = None,
     ) -> None:
-        """`padding` names, for each layer, the fields with which padding is copied."""
+        """`padding` lists, for each layer, the fields whose padding is copied with them."""
         self.source, self.destination, self.visibilities = source, destination, visibilities
         self._padding = padding or {}
         self._chosen: dict[int, dict[int, dict[str, list[NeededShard]]]] = {}
         self._held: dict[object, list[tuple[SourceShard, ShardRange]]] = {}
-        """Ranges of a field that source ranks hold; the same for every destination rank."""
+        """Cache of the ranges of a field that source ranks hold, for all destination ranks."""
         self._runs: dict[object, StridedRuns] = {}
-        """Runs between two placements; groups of one pool and many ranks share them."""
+        """Cache of the runs between two placements; many groups and ranks share them."""
         self._merged: dict[tuple[StripPages, ...], tuple[StridedRuns, ...]] = {}
-        """Merged strips of all layers between two groups; many groups and ranks share them."""
+        """Cache of the merged strips between two groups; many groups and ranks share them."""
 
     def sources(self, destination_rank: int) -> tuple[int, ...]:
         """Return the source ranks from which a destination rank reads."""
@@ -135,11 +135,11 @@ class Compiler:
         )
 
     def fields_chosen_by(self, layer: str, part: LayerPart) -> Mapping[str, FieldView]:
-        """Return the fields that each get a separate choice of source ranks; here, all fields."""
+        """Return the fields whose source ranks are chosen separately: all fields of the part."""
         return self.destination.views(layer, part)
 
     def choices(self, source_rank: int, destination_rank: int) -> list[tuple[Layers, NeededShard]]:
-        """Return (layers, shard) for every shard that one rank reads from another."""
+        """Return (layers, shard) for every shard that a rank reads from a given source rank."""
         chosen = self._choose(destination_rank).get(source_rank, {})
         return [
             (alike, needed)
@@ -171,7 +171,10 @@ class Compiler:
         return (self.visibilities[layer], *ends)
 
     def _choose(self, destination_rank: int) -> dict[int, dict[str, list[NeededShard]]]:
-        """Choose the source ranks of a rank; return its shards by source rank, then by layer."""
+        """Choose the source ranks from which a destination rank reads each of its shards.
+
+        Return the shards by source rank, then by layer.
+        """
         if destination_rank in self._chosen:
             return self._chosen[destination_rank]
         stage, tp_rank = self.destination.plan.split_rank(destination_rank)
@@ -230,7 +233,7 @@ class Compiler:
     def _strip(self, layer: str, needed: NeededShard) -> StridedRuns:
         """Return the runs that copy a shard between two regions, from page 0 to page 0.
 
-        They include padding after the field that would split the runs of consecutive states.
+        The runs include padding after the field if it would otherwise split consecutive states.
         """
         ends = (
             (self.source, self.source.parts[layer][needed.sources[0].part]),
@@ -262,7 +265,7 @@ class Compiler:
     def _pages(
         self, layers: Sequence[str], source_part: int, destination_part: int
     ) -> tuple[Ends, ...]:
-        """Return (source, destination) byte offsets of each layer's page from page 0."""
+        """Return pairs (source, destination): the byte offset of each layer's page from page 0."""
         source, destination = self.source, self.destination
         here, there = (
             source.parts[layers[0]][source_part],

@@ -1,4 +1,4 @@
-"""`Conversion`: the format changes that a route applies, always requested by name.
+"""`Conversion`: the format changes that a route applies. The caller must request them by name.
 
 Two plans of one model may store a layer in different formats: for example a prefill fleet in
 bf16 and a decode fleet in fp8. A route between them needs `convert="bf16->fp8"`, and the name
@@ -23,8 +23,8 @@ from kvatlas.specs.cell_formats import PLAIN_FORMATS, format_name, needs_scales
 from kvatlas.specs.identity import without_dtypes, without_packing
 
 Way = Literal["copied", "elements", "rows"]
-"""`copied`: bytes are unchanged. `elements`: each element is cast. `rows`: whole rows are decoded
-and encoded."""
+"""How a layer is converted. `copied`: bytes are unchanged. `elements`: each element is cast.
+`rows`: whole rows are decoded and encoded."""
 
 Place = Literal["source", "destination"]
 
@@ -86,7 +86,7 @@ def row_error(source: str, destination: str) -> RowError:
 
 @dataclass(frozen=True)
 class FormatChange:
-    """One pair of formats: how many layers are converted, how, and at which end."""
+    """A pair of formats, the number of layers to convert, and how and where they are converted."""
 
     source: str
     destination: str
@@ -124,7 +124,7 @@ class Conversion:
 
     changes: tuple[FormatChange, ...]
     cells: Mapping[tuple[str, str], tuple[CellFormat, CellFormat]]
-    """Source and destination cells, by layer and part."""
+    """Source and destination cell formats, by layer name and part (`rows`, or a state's name)."""
 
     @property
     def name(self) -> str:
@@ -234,7 +234,7 @@ def conversion_between(
 
 
 def place_of_conversion(source: CellFormat, destination: CellFormat) -> Place:
-    """Return the end that converts: the source if its format is larger, else the destination."""
+    """Return "source" if the source format is larger, else "destination": this end converts."""
     return "source" if source.nbytes > destination.nbytes else "destination"
 
 
@@ -282,7 +282,7 @@ def _check_convertible(
     ends: tuple[PlanEnd, PlanEnd],
     given: list[dict[str, TensorScales]],
 ) -> None:
-    """Raise an error if a layer's format cannot be decoded or encoded at either end."""
+    """Raise an error if a layer cannot be decoded at the source or encoded at the destination."""
     for name, end, own, which in zip(pair, ends, given, ("source", "destination"), strict=True):
         spec: Any = end.specs[layer]
         if name.startswith("turboquant"):

@@ -43,10 +43,11 @@ from kvatlas.routing.streams import StreamChunk, checked_range
 from kvatlas.specs import CellFormat
 
 CELLS = -1
-"""Pseudo pool index for the bytes of a piece of the stream."""
+"""The pool index that a `Copy` uses for the buffer of a piece of the stream."""
 
 _CHUNK = 4 << 20
-"""Target size in bytes of a chunk, for which runs are computed at once; at least one state."""
+"""Target size of a chunk in bytes. The runs of a chunk are computed at once. A chunk has at least
+one state, even if the state is larger."""
 
 MakePatterns = Callable[[], list[SpanPattern] | None]
 
@@ -277,7 +278,7 @@ class ConvertedStream:
         return StreamChunk(index, first, copy, np.cumsum(copy.length))
 
     def _whole(self, place: int) -> int:
-        """Return the last boundary of a kernel block at or before a position in the stream."""
+        """Return the last cell boundary at or before a position in the stream, in bytes."""
         index = bisect_right(self._ends, place)
         if index == len(self._ends):
             return self.nbytes

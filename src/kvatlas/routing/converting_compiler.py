@@ -40,7 +40,7 @@ class ConvertedBox(NamedTuple):
     pair: GroupPair
     ends: tuple[BoxEnd, BoxEnd]
     copied: bool
-    """Whether both ends have the same bytes, so that nothing is converted."""
+    """Whether source and destination have the same bytes, so that nothing is converted."""
     wire: int
     """The end whose format is sent: 0 for the source, 1 for the destination."""
 
@@ -68,10 +68,10 @@ class ConvertingCompiler(Compiler):
         self.conversion = conversion
 
     def fields_chosen_by(self, layer: str, part: LayerPart) -> Mapping[str, FieldView]:
-        """Return the fields that each get a separate choice of source ranks.
+        """Return the fields whose source ranks are chosen separately.
 
-        For attention, this is only the first field of a row, and its choice applies to the whole
-        row. For recurrent layers, it is every state.
+        For attention, this is only the first field of a row: the other fields are read from the
+        same ranks. For recurrent layers, it is every state.
         """
         views = self.destination.views(layer, part)
         return views if self._recurrent(layer) else dict([next(iter(views.items()))])
@@ -116,7 +116,10 @@ class ConvertingCompiler(Compiler):
         return ConvertedBox(self.group_pair(layer, needed), (ends[0], ends[1]), copied, wire)
 
     def _axes(self, layer: str, needed: NeededShard) -> list[tuple[str, int]]:
-        """Return (name, size) of a box's axes outside its cells, in the destination's order."""
+        """Return (name, size) of the axes of a box that are not inside a cell.
+
+        The axes are in the order of the destination.
+        """
         view = self.destination.views(layer, self.destination.parts[layer][needed.part])[
             needed.field
         ]
@@ -139,7 +142,7 @@ class ConvertingCompiler(Compiler):
         local: int,
         cells: StateBlocks,
     ) -> BoxEnd:
-        """Return one end of a box, with the runs that copy its pages into stream order."""
+        """Return the source or destination of a box, with runs that copy pages to stream order."""
         layer_bytes = cell.nbytes * int(np.prod([size for _, size in axes]))
         strips: dict[StateBlocks, list[StridedRuns]] = defaultdict(list)
         views = end.views(names[0], part)

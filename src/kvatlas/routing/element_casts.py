@@ -1,9 +1,9 @@
-"""Element-wise conversions, expressed as runs between the pages of both ends.
+"""Element-wise conversions, expressed as runs between source pages and destination pages.
 
-If every element can be converted separately, given a per-tensor scale, both ends have the same
-elements in the same runs, and only the size of an element differs. Offsets therefore count
-elements of each end's size, and strips, states and grids work as in any other route. A mover
-casts such runs while it copies them, without cells in stream order and without a second pass.
+If every element can be converted separately, with at most a per-tensor scale, source and
+destination have the same elements in the same runs. Only the size of an element differs.
+Offsets and lengths therefore count elements instead of bytes, and everything else works as in
+other routes. The elements are cast while they are copied, without a second pass.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _compile_scaled(pair: GroupPair, strips: Sequence[Sequence[StridedRuns]]) ->
 
 
 def cast_patterns(pairs: CastPairs, request: RequestEnds) -> list[SpanPattern]:
-    """Return the spans of a request; each includes the cast for its elements."""
+    """Return the spans of a request, each with its `cast` set."""
     return [
         pattern._replace(cast=cast)
         for cast, own in pairs.items()
@@ -88,7 +88,7 @@ def _add_layer(
 ) -> bool:
     """Add the strips of each field of a layer to `strips`.
 
-    Returns False if an element does not start at a multiple of its size: it cannot be cast.
+    Returns False if elements do not start at multiples of their size, so they cannot be cast.
     """
     one, two = compiler.cells(layer, needed.field)
     copied = way_between(one, two) == "copied"

@@ -46,7 +46,7 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether the destination can receive every byte."""
+        """Whether the caches can be copied: there are no reasons against it."""
         return not self.reasons
 
     @property
@@ -96,7 +96,7 @@ def check(
     costs: Costs | None = None,
     convert: str | None = None,
 ) -> Check:
-    """Return whether caches of `source` can be copied to `destination`, or all reasons against it.
+    """Check whether caches of `source` can be copied to `destination`, and list reasons why not.
 
     `convert` names the conversions between different formats, as in `route`. The check needs no
     scales. Descriptors are counted for a request of `tokens` tokens whose blocks are scattered
@@ -179,9 +179,9 @@ def scattered(plan: Plan, tokens: int) -> dict[int, list[int]]:
 
 
 def _entries(group: Group, tokens: int, dcp: int) -> tuple[int, int]:
-    """Return (entries of a group's block table, how many entries at its end hold blocks).
+    """Return (number of entries, number of last entries with a block) of a group's block table.
 
-    Earlier entries hold no block, because their tokens have left the window.
+    Earlier entries have no block, because their tokens have left the window.
     """
     if group.kind == "recurrent":
         return 1, 1

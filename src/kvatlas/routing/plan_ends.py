@@ -23,14 +23,14 @@ from kvatlas.specs import Spec
 
 
 class LayerPart(NamedTuple):
-    """A layer's whole cache in one region, or some heads of a state that is split by heads."""
+    """A part of a layer's cache: usually the whole cache, or some heads of a split state."""
 
     region: int
     part: int
 
 
 class RegionForm(NamedTuple):
-    """A key that is equal for parts of layers with the same layout, in any group."""
+    """A key that is equal for layer parts with the same layout, even in different groups."""
 
     first: int
     """The index of the first region with this layout."""
@@ -97,7 +97,7 @@ class PlanEnd:
         return self._all_views(layer, part)[0]
 
     def padding_after(self, layer: str, part: LayerPart) -> Views:
-        """Return the padding that a page declares right after a field, by that field's name."""
+        """Return the padding that directly follows a field in its page, by the field's name."""
         return self._all_views(layer, part)[1]
 
     def _all_views(self, layer: str, part: LayerPart) -> tuple[Views, Views]:
@@ -149,7 +149,7 @@ class PlanEnd:
 def _ranges(
     sharding: Sharding, tp: int, splits: int, tp_rank: int, part: int
 ) -> tuple[ShardRange, ...]:
-    # One of `splits` parts equals the shard of one rank among `splits` times as many ranks.
+    # A part of a state equals the shard of one rank if there were `splits` times as many ranks.
     held = sharding.ranges(tp * splits, tp_rank * splits + part)
     return held or (ShardRange(0, 0, max(1, sharding.rows if sharding.sections else 1)),)
 

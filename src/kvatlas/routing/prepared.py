@@ -2,8 +2,8 @@
 
 Some transports register a long list of descriptors once and take indices for each transfer. Each
 descriptor covers a chunk: the largest number of states that both ends can address as a unit. That
-is a kernel block if both ends have the same size, otherwise the greatest common divisor of the two
-sizes.
+is a kernel block if kernel blocks have the same size at both ends, otherwise the greatest common
+divisor of the two sizes.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class DescriptorGrid(NamedTuple):
     pair: GroupPair
     runs: RepeatedRuns
     state: Ends
-    """Bytes between consecutive states, at each end."""
+    """Bytes between consecutive states, at the source and at the destination."""
     chunk: int
     """Number of states in a chunk."""
     first: Ends
-    """Index of the grid's first descriptor in the list of each end."""
+    """Index of the grid's first descriptor in `PreparedRoute.source` and in `.destination`."""
 
     def chunks(self, end: int) -> int:
         """Return the number of chunks in a kernel block at one end (0: source, 1: destination)."""

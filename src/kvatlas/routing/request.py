@@ -52,7 +52,7 @@ class RequestEnds:
         return states
 
     def _alike(self, pair: GroupPair) -> bool:
-        """Return whether source and destination of a pair are the same entries of one table."""
+        """Return whether source and destination use the same entries of the same block table."""
         return (
             self.source is self.destination
             and pair.groups[0] == pair.groups[1]

@@ -1,4 +1,4 @@
-"""`RequestShape`: everything that requests of the same shape share, without block ids.
+"""`RequestShape`: all data that requests of the same shape share. Only their block ids differ.
 
 Requests with the same tokens and the same number of blocks differ only in their block ids. The
 offsets of their spans and the used entries of their block tables are computed once. For each
@@ -33,7 +33,7 @@ def table_lengths(tables: Mapping[int, BlockIds]) -> Lengths:
 
 
 class TableShape:
-    """The used entries of the block tables at one end, and the block count of each pool."""
+    """The used block table entries at the source or the destination, and blocks per pool."""
 
     def __init__(self, tables: RequestTables) -> None:
         by_pool: dict[int, list[tuple[int, slice | Int64s]]] = defaultdict(list)

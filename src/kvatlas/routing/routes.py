@@ -177,7 +177,7 @@ class Route:
         tokens: Any,
         layers: Iterable[str] | None = None,
     ) -> Stream:
-        """Return the bytes of `bind` as a stream whose runs are computed piece by piece.
+        """Return the bytes that `bind` copies as a stream, whose runs are computed piece by piece.
 
         Memory use does not grow with the number of tokens. Both ends of a transfer derive the
         same stream from the same arguments.
@@ -384,7 +384,7 @@ class Route:
         return None if pairs is None else cast_patterns(pairs, request)
 
     def _refuse_converting(self) -> None:
-        """Raise an error if the route converts, because the two ends then have no equal bytes."""
+        """Raise an error if the route converts, because the bytes at both ends then differ."""
         if self.conversion is not None:
             problem = "A converting route cannot copy bytes unchanged"
             got, hint = f"convert={self.conversion.name!r}", "Use Route.converted"

@@ -36,14 +36,14 @@ class SpanTemplate(NamedTuple):
 
     starts: Starts
     entries: tuple[Int64s, Int64s]
-    """Block table entry of each span, at each end."""
+    """Index of each span's block table entry, at the source and at the destination."""
     offsets: tuple[Int64s, Int64s]
-    """Byte offset of each span in its block, at each end."""
+    """Byte offset of each span in its block, at the source and at the destination."""
     length: Int64s
     one_each: tuple[bool, bool]
-    """Whether span i uses entry i, at each end."""
+    """Whether span i uses block table entry i, at the source and at the destination."""
     inside: tuple[bool, bool]
-    """Whether any span starts at a non-zero offset in its block, at each end."""
+    """Whether any span has a non-zero offset in its block, at the source and at the destination."""
 
 
 class SpanPattern(NamedTuple):
@@ -52,13 +52,20 @@ class SpanPattern(NamedTuple):
     pools: tuple[int, int]
     groups: tuple[int, int]
     strides: tuple[int, int]
-    """Distance between consecutive blocks, at each end, in bytes or elements."""
+    """Distance between consecutive blocks at the source and at the destination.
+
+    It is in bytes, or in elements if there is a cast.
+    """
     template: SpanTemplate
     cast: ElementCast | None = None
     """The cast of each element; None to copy bytes. With a cast, offsets count elements."""
 
     def fill(self, end: int, tables: Mapping[int, BlockIds], out: Int64s) -> None:
-        """Write each span's byte offset at one end to `out`; `tables` maps group to block ids."""
+        """Write the byte offset of each span to `out`.
+
+        `end` is 0 for offsets at the source and 1 for the destination. `tables` are the block
+        tables of this end, by group.
+        """
         made, table = self.template, tables[self.groups[end]]
         used = table[: len(out)] if made.one_each[end] else table[made.entries[end]]
         np.multiply(used, self.strides[end], out=out, dtype=np.int64)
@@ -66,7 +73,7 @@ class SpanPattern(NamedTuple):
             out += made.offsets[end]
 
     def grid(self, source: Mapping[int, BlockIds], destination: Mapping[int, BlockIds]) -> Copy:
-        """Return a `Copy` with the runs of a request, from its block tables at both ends."""
+        """Return a `Copy` with the runs of the request that has these block tables, by group."""
         made = self.template
         at = np.empty((2, len(made.length)), dtype=np.int64)
         self.fill(0, source, at[0])
@@ -74,7 +81,10 @@ class SpanPattern(NamedTuple):
         return Copy(*self.pools, at[0], at[1], made.length, starts=made.starts, cast=self.cast)
 
     def reach(self, end: int, blocks: int) -> tuple[int, int]:
-        """Return (first, stop), the byte range at one end that ids 0..blocks - 1 can address."""
+        """Return (first, stop), the byte range that the spans of block ids 0..blocks - 1 can use.
+
+        `end` is 0 for the source and 1 for the destination.
+        """
         made, last = self.template, (blocks - 1) * self.strides[end]
         starts, offsets = made.starts.at(end), made.offsets[end]
         first = int(starts.min()) + int(offsets.min()) + min(0, last)
@@ -148,7 +158,7 @@ def _template(
     source, destination, length = runs.strip.byte_ranges(
         spans, (none, none), whole=whole, join=False
     )
-    # One row per span, or one per state.
+    # There is one row per span, or one row per state.
     each = np.ones_like(spans.length) if len(source) == len(none) else spans.length
     entries = np.repeat(spans.source.entry, each), np.repeat(spans.destination.entry, each)
     in_order = np.arange(len(length))

@@ -2,10 +2,10 @@
 
 The order depends only on the two plans, the ranks, the block tables, the tokens and the layers.
 Both ends of a transfer therefore derive the same order, and a start and a stop describe a piece
-completely. Pairs of groups follow each other. The states of a pair are divided into chunks, in
-request order. Within a chunk, runs are sorted by destination and joined if they are adjacent at
-both ends. All states of a pair have the same number of bytes, so a division finds the chunk of
-any position, and only that chunk is computed.
+completely. The stream contains one pair of groups after another. The states of a pair are divided
+into chunks, in request order. Within a chunk, runs are sorted by destination and joined if they are
+adjacent at both ends. All states of a pair have the same number of bytes, so a division finds the
+chunk of any position, and only that chunk is computed.
 
 A chunk has about `CHUNK_RUNS` runs. If a chunk would have more runs, because elements are copied
 one by one, the strips of the pair are divided into sections. The chunk boundaries are part of the
@@ -47,7 +47,7 @@ be a fifth of the total time; twice as many runs would exceed the memory limit o
 """
 
 _COUNTED = 1 << 16
-"""Blocks per step when runs are counted; states per step, if they are not contiguous."""
+"""Runs are counted for this many blocks at a time, or states if these are not contiguous."""
 
 
 class StreamSection(NamedTuple):
@@ -60,7 +60,7 @@ class StreamSection(NamedTuple):
     chunk: int
     """States per chunk. Chunks start at block boundaries."""
     cell: int
-    """Number of states that `cell_bytes` counts: 1, or those of a whole kernel block."""
+    """Number of states that have `cell_bytes` bytes together: 1, or those of a kernel block."""
     cell_bytes: int
 
     @property
@@ -327,5 +327,5 @@ def _runs(repeated: list[RepeatedRuns], spans: int, states: int) -> int:
 
 
 def _bytes(repeated: list[RepeatedRuns]) -> int:
-    """Return how many bytes the runs copy per state; per kernel block if they cover whole ones."""
+    """Return how many bytes the runs copy per state, or per kernel block if a run covers one."""
     return sum(len(runs.starts.source) * runs.strip.item for runs in repeated)

@@ -46,7 +46,7 @@ def needed_states(visibility: Visibility, per_state: int, start: int, stop: int)
 
 
 def shared_visibility(source: Plan, destination: Plan, layer: str) -> Visibility:
-    """Return which tokens of a layer must be copied between two plans.
+    """Return the `Visibility` that determines which tokens of a layer must be copied.
 
     If both plans keep all tokens, all are copied. Otherwise the visibility of the destination's
     spec applies, such as its window.

@@ -47,10 +47,10 @@ class Attention(Spec, frozen=True, kw_only=True):
     """None selects the default of the cache dtype: head groups for nvfp4, otherwise cells."""
     scales: Scales | None = None
     """Location of the scales, for packing `head_groups`: in each cell (`inline`), or in a plane
-    after all data of K and another after all data of V. The rows of a plane are ordered (H, N)
-    with `planes` and (N, H) with `state_planes`; FlashInfer expects these for head-major and
-    for state-major pages. With `head_planes`, each head has its data, then its scales, so that
-    heads may be apart. None selects `planes` for nvfp4, otherwise `inline`; `plan()` selects the
+    after all data of K and another after all data of V. The rows of a plane are ordered (H, N) with
+    `planes` and (N, H) with `state_planes`; FlashInfer expects these for head-major and for
+    state-major pages. With `head_planes`, each head has its data, then its scales, so that heads
+    need not be adjacent. None selects `planes` for nvfp4, otherwise `inline`; `plan()` selects the
     location that its layout allows (`in_layout`)."""
 
     def __post_init__(self) -> None:
@@ -170,7 +170,7 @@ class SlidingAttention(Attention, frozen=True, kw_only=True, tag="sliding_window
 
 
 class ChunkedAttention(Attention, frozen=True, kw_only=True, tag="chunked_attention"):
-    """Attention within chunks of `chunk` tokens: to earlier tokens of the same chunk."""
+    """Attention within chunks: a query sees only earlier tokens of its chunk of `chunk` tokens."""
 
     chunk: int
 
@@ -209,7 +209,7 @@ def _cells(heads: int, states: int) -> tuple[FieldAxis, FieldAxis]:
 def _planes_of_heads(
     parts: list[ElementRow], heads: int, states: int, shard: Shard, *, head: int = 0
 ) -> list[Field]:
-    """Return one field per part; each head, from head `head` on, has one plane after another."""
+    """Return one field per part. From head `head` on, each head stores one plane per part."""
     fields, offset = [], 0
     for part in parts:
         rows = [("N", states), ("C", part.items)]

@@ -168,7 +168,7 @@ class CellFormat:
 
     @property
     def formats(self) -> Mapping[str, str]:
-        """The format of the cell's rows, as {'rows': format}, or of a recurrent state, by name."""
+        """The format of the cell: {'rows': format}, or {name: format} of a recurrent state."""
         formats = content_formats(self.spec)
         return formats if self.field is None else {self.field: formats[self.field]}
 

@@ -94,7 +94,7 @@ class _WithConv(Recurrent, frozen=True, kw_only=True):
 
 
 class Mamba1(_WithConv, frozen=True, kw_only=True, tag="mamba1"):
-    """Mamba: `inner` channels, divided over the ranks one channel at a time."""
+    """Mamba: `inner` channels, which are divided evenly over the ranks."""
 
     inner: int
     state_size: int

@@ -25,7 +25,7 @@ from kvatlas.models.weights.quantisation import Quantisation, quantisation
 from kvatlas.models.weights.tensor import Tensor
 
 Origin = Literal["config", "weights_dtype", "assumed", "estimate"]
-"""Where a format was found: in the config, given by the caller, or nowhere.
+"""The origin of a format: the config, or the caller (`weights_dtype`).
 
 `assumed` means that the config has no dtype. `estimate` means that the format was derived from
 the checkpoint's name, or that its quantisation is unknown.

@@ -32,7 +32,8 @@ VOCABULARY_MULTIPLE = 64
 """vLLM pads the vocabulary of each rank to a multiple of this number of rows."""
 
 _TOLERANCE = 0.05
-"""Relative difference between a checkpoint's size and its config that is not reported."""
+"""If the checkpoint's size differs by more than this fraction from the size that its config
+implies, there is a warning."""
 
 Stored = tuple[Tensor, Format]
 
@@ -221,7 +222,7 @@ class ClassTotal:
 
 
 def _held(stored: Sequence[Stored], tp: int, ep: int) -> float:
-    """Return the bytes of weights on one rank, with the vocabulary padded as in vLLM."""
+    """Return the bytes of `stored` on one rank, with the vocabulary padded as in vLLM."""
     total = 0.0
     for tensor, format_ in stored:
         if tensor.kind in ("embedding", "lm_head") and tensor.parts > 1:
@@ -280,7 +281,7 @@ def _read(source: Source, dtype: str | None) -> Weights:
 def _described_type(root: Config, text: Config, architecture: str) -> str:
     """Return the model type that selects how weights are counted.
 
-    It is the first known one among the model types in the config and the architecture's name.
+    It is the first model type of the config, or else the architecture's name, that is known.
     """
     class_name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", architecture.partition("For")[0]).lower()
     types = [text.text("model_type") or "", root.text("model_type") or "", class_name]

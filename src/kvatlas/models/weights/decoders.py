@@ -2,7 +2,7 @@
 
 The specs of a layer's caches determine its mixers (attention, recurrent layers, indexers), and
 `Traits` provide the rest. Most families are a stack of such layers; `family_layers` has the
-others.
+layers of other families.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from kvatlas.specs import (
 )
 
 Predictors = Literal["none", "bare", "embeds"]
-"""MTP layers in checkpoints: `none`, `bare`, or `embeds` if each has a separate embedding."""
+"""MTP layers in checkpoints: `none`, `bare` without an embedding, or `embeds` with one each."""
 
 Gate = Literal["none", "head", "element"]
 """The gate of an attention's output: none, one per head, or one per element."""
 
 
 Head = Literal["plain", "bias", "bert"]
-"""lm_head: without a bias, with one, or BERT's, which transforms rows before."""
+"""The kind of lm_head: without a bias, with a bias, or BERT's, which also transforms its input."""
 
 
 class Traits(NamedTuple):
     """Properties of a family that its config lacks, and defaults for its config."""
 
     norms: int = 2
-    """Number of norms per layer that have the hidden size."""
+    """Number of norms per layer whose width is the hidden size."""
     norm_bias: bool = False
     qk_norm: QkNorm = "none"
     qkv_bias: bool | None = None
@@ -70,22 +70,25 @@ class Traits(NamedTuple):
     biases: tuple[str, bool] | None = None
     """The config key that enables the biases of all projections, and its default."""
     mlp_ratio: int = 0
-    """Width of the MLP divided by the hidden size, if the config has no width; 0 if it must."""
+    """Width of the MLP divided by the hidden size, for configs without a width.
+
+    0 if the config must contain the width.
+    """
     crosses: bool = False
     """Whether layers also attend to an encoder's rows."""
     decodes: bool = False
-    """Whether only the decoder of a model of several parts is counted."""
+    """Whether the model has other parts, such as an encoder, that are not counted."""
     positions: tuple[str, int] | None = None
-    """The config key for the number of learned positions, and the number of further rows."""
+    """The config key for the number of learned positions, and the number of extra embeddings."""
     outer_norms: int = 1
-    """Number of norms before and after the layers."""
+    """Number of norms outside the layers."""
     head: Head = "plain"
     embedding_width: str = ""
     """The config key for the width of the embedding, if it may differ from the hidden size."""
     ties: bool = True
     """Whether lm_head can share the embedding's weights."""
     more: Callable[[Text], list[Tensor]] | None = None
-    """A function that returns further weights outside the layers."""
+    """A function that returns additional weights outside the layers."""
 
 
 @dataclass(frozen=True, slots=True)

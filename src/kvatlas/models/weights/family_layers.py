@@ -38,7 +38,7 @@ def mixers_alone(text: Text) -> Iterator[list[Tensor]]:
 
 
 def with_shared_mlp(text: Text) -> Iterator[list[Tensor]]:
-    """Yield the tensors of each Granite-4 layer: norms, mixers, a shared MLP, perhaps experts."""
+    """Yield the tensors of each Granite-4 layer: norms, mixers, a shared MLP, and any experts."""
     width = shared_width(text.config)
     sparse = sparse_layers(text.config, text.depth)
     for index in range(text.depth):
@@ -90,7 +90,7 @@ def _gemma4_experts(config: Config) -> list[Tensor]:
 
 
 def _gemma4_inputs(config: Config, hidden: int) -> list[Tensor]:
-    """Return Gemma-4's weights that apply per-layer embeddings; empty if the model has none."""
+    """Return the weights with which Gemma-4 applies per-layer embeddings; empty if it has none."""
     width = config.size("hidden_size_per_layer_input")
     if not width:
         return []
@@ -196,7 +196,10 @@ def rwkv(text: Text) -> Iterator[list[Tensor]]:
 
 
 def falcon(text: Text) -> Iterator[list[Tensor]]:
-    """Yield the tensors of each Falcon layer, which has one norm if it is parallel and old."""
+    """Yield the tensors of each Falcon layer.
+
+    Older models that compute attention and MLP in parallel have one norm per layer.
+    """
     config = text.config
     wide = 2 if config.flag("new_decoder_architecture") else 1
     parallel = config.flag("parallel_attn", default=True)

@@ -111,7 +111,7 @@ def latent_indexer(config: Config) -> list[Tensor]:
 
 
 def indexer(config: Config) -> list[Tensor]:
-    """Return the weights of the indexer that the config describes; it may index latents or K."""
+    """Return the weights of an indexer, which selects latent rows or K as the config specifies."""
     section = config.section("sparse_attention_config") or config
     latent_rows = section is config and config.has("q_lora_rank")
     return latent_indexer(config) if latent_rows else block_indexer(config, section)

@@ -17,7 +17,7 @@ class NamePatterns:
     Before matching, wrapper prefixes such as `model.` are removed from the patterns, and module
     names that differ between families are unified (`ffn` becomes `mlp`). If `inside` is
     true, the name of a module also matches all tensors inside the module. `unread` lists the
-    patterns that match nothing, because they are invalid or could take long.
+    patterns that match nothing, because they are invalid or could take long to match.
 
     >>> patterns = NamePatterns(["lm_head", "model.layers.0.self_attn*", "re:.*experts.*"])
     >>> names = ("layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj", "layers.1.mlp.experts.0")

@@ -40,9 +40,9 @@ def before_layers(text: Text) -> list[Tensor]:
 
 
 def after_layers(text: Text) -> list[Tensor]:
-    """Return the weights between the last layer and lm_head, and its bias."""
+    """Return the weights between the last layer and lm_head, and the bias of lm_head."""
     config, traits, width = text.config, text.traits, embedding_width(text)
-    # BERT's norm is that of its embedding.
+    # BERT's only norm outside the layers is in its embedding.
     wide = width if traits.head == "bert" else text.hidden
     norms = [norm("norm", wide, bias=traits.norm_bias) for _ in range(traits.outer_norms)]
     tensors = [*norms, *last_tensors(text)]

@@ -68,7 +68,7 @@ _ALGORITHMS = {
     "w4a8_nvfp4_fp8": NVFP4, "mxfp4": MXFP4, "w4a8_mxfp4_fp8": MXFP4, "mxfp8": MXFP8,
     "int4_awq": INT4, "w4a16_awq": INT4, "w4a8_awq": INT4, "w8a8_sq_per_channel": INT8,
 }  # fmt: skip
-"""ModelOpt's names of algorithms."""
+"""The format of each algorithm of ModelOpt, by name."""
 
 
 def quantisation(root: Config, text: Config, warnings: list[str]) -> Quantisation | None:
@@ -108,7 +108,7 @@ def quantisation(root: Config, text: Config, warnings: list[str]) -> Quantisatio
 
 
 def _uniform(method: str, section: Config, text: Config) -> Quantisation | None:
-    """Return the scheme of a method that quantises most matrices alike."""
+    """Return the scheme of a method that quantises most matrices in one format."""
     default, ignored = _method(method, section), _ignored(section)
     if default is None:
         return None
@@ -244,7 +244,7 @@ def _torchao(section: Config) -> Quantisation | None:
 
 
 def _quark(section: Config) -> Quantisation | None:
-    """Return the scheme of AMD's Quark: one format, others for named layers, and exclusions."""
+    """Return the scheme of AMD's Quark: a default format, formats of named layers, exclusions."""
     default = _quark_format(section.section("global_quant_config"))
     named = section.section("layer_quant_config") or Config({})
     chosen = [
@@ -287,7 +287,7 @@ def _quark_format(layer: Config | None) -> Format | None:
 
 
 def _hqq(section: Config) -> Quantisation | None:
-    """Return the scheme of HQQ: one set of parameters, or one for each kind of module."""
+    """Return the scheme of HQQ, which has one format for all modules or one per kind of module."""
     settings = section.section("quant_config")
     if settings is None:
         return None
@@ -325,4 +325,4 @@ _SCHEMES: dict[str, Callable[[Config], Quantisation | None]] = {
     "hqq": _hqq,
     "gguf": _gguf,
 }
-"""Methods whose sections have a form that no other method uses."""
+"""Functions that read the sections of methods with their own form, by name of the method."""

@@ -29,7 +29,7 @@ def jetmoe(text: Text) -> Iterator[list[Tensor]]:
 
 
 def hunyuan_moe(text: Text) -> Iterator[list[Tensor]]:
-    """Yield the tensors of each HunYuan MoE layer; an MLP is as wide as each of its experts."""
+    """Yield the tensors of each HunYuan MoE layer; a plain MLP has the width of one expert."""
     config, hidden = text.config, text.hidden
     given = config.get("num_experts")
     numbers = given if isinstance(given, list) else [config.count("num_experts")] * text.depth
@@ -55,7 +55,7 @@ def padding_row(text: Text) -> list[Tensor]:
 
 
 def doge(text: Text) -> Iterator[list[Tensor]]:
-    """Yield the tensors of each Doge layer: plain ones, residual weights, and a dynamic mask."""
+    """Yield the tensors of each Doge layer: a plain layer, residual weights, a dynamic mask."""
     keys = text.config.key_heads()
     extra = [
         Tensor("norm", "input_residual, post_attention_residual", 2 * text.hidden),
@@ -67,7 +67,7 @@ def doge(text: Text) -> Iterator[list[Tensor]]:
 
 
 def bitnet(text: Text) -> Iterator[list[Tensor]]:
-    """Yield the tensors of each BitNet layer, which also normalises before its outputs."""
+    """Yield the tensors of each BitNet layer, which has two more norms before its outputs."""
     width = text.config.count("intermediate_size")
     for tensors in stacked(text):
         yield [*tensors, norm("attn_sub_norm", text.hidden), norm("ffn_sub_norm", width)]
@@ -113,7 +113,7 @@ def altup(text: Text) -> list[Tensor]:
 
 
 def hrm(text: Text) -> Iterator[list[Tensor]]:
-    """Yield the tensors of each HRM layer; cycles over two stacks share the stacks' weights."""
+    """Yield the tensors of each HRM layer; layers after the first two stacks reuse weights."""
     owners = 2 * text.config.count("num_layers_per_stack")
     for index, tensors in enumerate(stacked(text)):
         yield tensors if index < owners else []

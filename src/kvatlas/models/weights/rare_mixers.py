@@ -144,7 +144,7 @@ def rwkv4(text: Text) -> Iterator[list[Tensor]]:
 
 
 def mllama(text: Text) -> Iterator[list[Tensor]]:
-    """Yield the tensors of each Llama-3.2-Vision layer; some attend to the image instead."""
+    """Yield the tensors of each Llama-3.2-Vision layer; some layers attend only to the image."""
     config = text.config
     chosen = config.indices("cross_attention_layers", text.depth)
     own = mixers.attention(config)
@@ -159,7 +159,7 @@ def image_rows(text: Text) -> list[Tensor]:
 
 
 def longcat(text: Text) -> Iterator[list[Tensor]]:
-    """Yield the tensors of each LongCat layer: two of latent attention and MLPs, and experts.
+    """Yield the tensors of each LongCat layer: two latent attentions, two MLPs, and experts.
 
     The router also selects experts that have no weights.
     """
@@ -172,7 +172,7 @@ def longcat(text: Text) -> Iterator[list[Tensor]]:
 
 
 def dbrx(text: Text) -> Iterator[list[Tensor]]:
-    """Yield the tensors of each DBRX layer, whose experts a section of the config describes."""
+    """Yield the tensors of each DBRX layer; the config has a section that describes experts."""
     section = text.config.section("ffn_config") or Config({})
     sizes = {
         "num_experts": section.count("moe_num_experts", default=4),
@@ -182,7 +182,7 @@ def dbrx(text: Text) -> Iterator[list[Tensor]]:
 
 
 def codebooks(text: Text) -> list[Tensor]:
-    """Return MusicGen's further embeddings and heads: one of each for every codebook."""
+    """Return MusicGen's embeddings and output heads of all codebooks after the first."""
     rows, number = text.config.count("vocab_size"), text.config.count("num_codebooks", default=4)
     return [
         Tensor("embedding", "embed_tokens", (number - 1) * rows + number, text.hidden),
@@ -191,7 +191,7 @@ def codebooks(text: Text) -> list[Tensor]:
 
 
 def prophetnet(text: Text) -> Iterator[list[Tensor]]:
-    """Yield the tensors of each ProphetNet layer, which projects rows to relative positions."""
+    """Yield the tensors of each ProphetNet layer, with a projection for relative positions."""
     config = text.config
     rows = config.count("num_buckets", default=32) * config.count("num_decoder_attention_heads")
     relative = linear("attention", "relative_pos_embeddings", rows, text.hidden, bias=True)
@@ -200,6 +200,6 @@ def prophetnet(text: Text) -> Iterator[list[Tensor]]:
 
 
 def ngrams(text: Text) -> list[Tensor]:
-    """Return ProphetNet's embeddings of the streams that predict further tokens."""
+    """Return the embeddings of ProphetNet's streams, each of which predicts a later token."""
     rows = text.config.count("ngram", default=2)
     return [Tensor("embedding", "ngram_embeddings", rows, text.hidden)]

@@ -1,7 +1,7 @@
 """torchao's configs: the weight formats of its types of quantisation.
 
-A config names a type, such as `Int4WeightOnlyConfig` or, in older checkpoints,
-`int4_weight_only`, or a type for each module.
+A config contains one type, such as `Int4WeightOnlyConfig` (`int4_weight_only` in older
+checkpoints), or a type for each module.
 """
 
 from __future__ import annotations

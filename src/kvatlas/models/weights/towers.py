@@ -85,7 +85,7 @@ def gemma4(vision: Config, hidden: int) -> list[Tensor]:
 
 
 def kimi(vision: Config, hidden: int) -> list[Tensor]:
-    """Return the weights of MoonViT, which projects four patches at a time."""
+    """Return the weights of MoonViT, whose projection merges four patches into one row."""
     own, width = vision.count("vt_hidden_size"), vision.count("vt_intermediate_size")
     grid = vision.count("init_pos_emb_height") * vision.count("init_pos_emb_width")
     merged, patch = 4 * own, vision.count("patch_size")

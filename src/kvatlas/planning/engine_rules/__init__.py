@@ -32,7 +32,7 @@ NEWEST = next(reversed(RELEASES.values()))
 
 
 def split_policy(policy: str) -> tuple[str, EngineRules]:
-    """Split a policy such as `vllm@0.32` into its name and the rules of the release.
+    """Return (name, rules of the release) of a policy such as `vllm@0.32`.
 
     Without a release, the newest is used.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvatlas.errors import AtlasError, Code
 
 AMPERE = ("sm80", "sm86", "sm89")
-"""Ampere and Ada."""
+"""Compute capabilities of Ampere and Ada GPUs."""
 HOPPER = ("sm90",)
 BLACKWELL = ("sm100", "sm103")
 CONSUMER_BLACKWELL = ("sm120", "sm121")

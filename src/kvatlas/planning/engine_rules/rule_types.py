@@ -28,7 +28,7 @@ class PrefillCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     """The block size of the model must be a multiple of this number of tokens."""
 
     def fits(self, model: Model, spec: Spec) -> bool:
-        """Return whether the kernel supports the states of a spec, on a suitable chip."""
+        """Return whether the kernel supports the states of a spec; `on` checks the chip."""
         if not isinstance(spec, Recurrent) or spec.__struct_config__.tag != self.states:
             return False
         sizes = {getattr(spec, name, self.key_dim) for name in ("key_dim", "head_dim")}
@@ -63,7 +63,7 @@ class BackendChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineRules(msgspec.Struct, frozen=True, kw_only=True):
-    """What one release of vLLM does differently from other releases or on other chips."""
+    """The rules of one release of vLLM that differ from other releases or between chips."""
 
     version: str
     checkpoints: tuple[PrefillCheckpoint, ...]
