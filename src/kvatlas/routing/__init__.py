@@ -1,6 +1,7 @@
 """Routes: the byte ranges to copy between the caches of any two plans of one model."""
 
 from kvatlas.routing.binding import Copy
+from kvatlas.routing.bound_route import BoundRoute
 from kvatlas.routing.compatibility import Reason, fingerprint
 from kvatlas.routing.conversion import Conversion, FormatChange, RowError, Scales
 from kvatlas.routing.converted_stream import ConvertedStream
@@ -9,7 +10,7 @@ from kvatlas.routing.feasibility import Check, RankPair, check, scattered
 from kvatlas.routing.prepared import PreparedRoute
 from kvatlas.routing.request import check_tables
 from kvatlas.routing.request_shape import RequestShape
-from kvatlas.routing.routes import BoundRoute, Route, route
+from kvatlas.routing.routes import Route, route
 from kvatlas.routing.streams import Stream
 from kvatlas.routing.token_ranges import needed_states, shared_visibility
 

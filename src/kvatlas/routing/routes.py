@@ -6,12 +6,9 @@ no memory and no block ids. `bind` takes block ids and returns byte ranges.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s, join_ranges
@@ -19,55 +16,20 @@ from kvatlas.planning import Plan
 from kvatlas.planning.plans import checked_plan
 from kvatlas.routing.binding import (
     CompiledPair,
-    Copy,
-    Runs,
-    compile_pair,
-    joined,
-    ranges,
 )
 from kvatlas.routing.block_tables import Blocks, RequestTables, checked_rank
+from kvatlas.routing.bound_route import BoundRoute, bind_copies
 from kvatlas.routing.compatibility import reasons, refuse
+from kvatlas.routing.compiled_route import CompiledRoute
 from kvatlas.routing.compiler import Compiler
 from kvatlas.routing.conversion import Conversion, Scales, conversion_between
 from kvatlas.routing.converted_stream import ConvertedStream
-from kvatlas.routing.converting_compiler import ConvertedBox, ConvertingCompiler
-from kvatlas.routing.costs import Costs, Report, report
-from kvatlas.routing.element_casts import CastPairs, cast_patterns, compile_casts
+from kvatlas.routing.converting_compiler import ConvertingCompiler
 from kvatlas.routing.plan_ends import PlanEnd, padding_between
 from kvatlas.routing.prepared import Base, PreparedRoute, RankMemory
 from kvatlas.routing.request import RequestEnds
-from kvatlas.routing.run_grids import SpanPattern
 from kvatlas.routing.streams import Stream
 from kvatlas.routing.token_ranges import shared_visibility
-
-_V = TypeVar("_V")
-
-_Chosen = tuple[int, int, frozenset[str] | None]
-"""A source rank, a destination rank, and layer names or None for all layers."""
-
-_MOST_COMPILED = 4096
-"""Maximum number of compiled rank pairs and layer subsets; the oldest are evicted first."""
-
-
-@dataclass(frozen=True, eq=False)
-class BoundRoute:
-    """A route bound to block ids and tokens: byte ranges for a transport."""
-
-    source_rank: int
-    destination_rank: int
-    copies: tuple[Copy, ...]
-
-    def __len__(self) -> int:
-        return sum(map(len, self.copies))
-
-    @property
-    def nbytes(self) -> int:
-        """Total bytes to copy."""
-        return sum(copy.nbytes for copy in self.copies)
-
-    def report(self, costs: Costs | None = None) -> Report:
-        """Report the number and sizes of the descriptors, and whether staging is faster."""
-        return report(self.copies, costs)
 
 
 class Route:
@@ -116,9 +78,7 @@ class Route:
         joined = padding_between(*ends, self.layers) if plain else {}
         self._compiler = self._converter or Compiler(*ends, visibilities, joined)
         self._arrivals = Compiler(ends[1], ends[1], visibilities, joined)
-        self._compiled: dict[tuple[object, ...], list[CompiledPair]] = {}
-        self._converted: dict[_Chosen, list[ConvertedBox]] = {}
-        self._casts: dict[_Chosen, CastPairs | None] = {}
+        self._compiled = CompiledRoute()
 
     def __repr__(self) -> str:
         source, destination = (
@@ -139,7 +99,9 @@ class Route:
         """Compile one pair of ranks before its first transfer, and return the number of strips."""
         source_rank = self._checked_source(source_rank, destination_rank)
         if self._converter is not None:
-            return len(self._boxes(self._converter, source_rank, int(destination_rank), None))
+            return len(
+                self._compiled.boxes(self._converter, source_rank, int(destination_rank), None)
+            )
         pairs = self._pairs(self._compiler, source_rank, int(destination_rank), None)
         return sum(len(runs.starts.source) for pair in pairs for runs in pair.states)
 
@@ -165,7 +127,9 @@ class Route:
             source_rank, destination_rank, source_blocks, destination_blocks, tokens
         )
         pairs = self._pairs(self._compiler, request.source.rank, request.destination.rank, layers)
-        return BoundRoute(request.source.rank, request.destination.rank, _copies(pairs, request))
+        return BoundRoute(
+            request.source.rank, request.destination.rank, bind_copies(pairs, request)
+        )
 
     def stream(
         self,
@@ -228,15 +192,17 @@ class Route:
             source_rank, destination_rank, source_blocks, destination_blocks, tokens
         )
         names = self._checked_layers(layers)
-        boxes = self._boxes(self._converter, request.source.rank, request.destination.rank, names)
-        casts = partial(self._cast_patterns, self._converter, request, names)
+        boxes = self._compiled.boxes(
+            self._converter, request.source.rank, request.destination.rank, names
+        )
+        casts = partial(self._compiled.cast_patterns, self._converter, request, names)
         return ConvertedStream(boxes, request, casts)
 
     def by_element(self, *, source_rank: Any, destination_rank: Any) -> bool:
         """Return whether elements can be converted one by one; True if nothing is converted."""
         if self._converter is None:
             return True
-        boxes = self._boxes(self._converter, int(source_rank), int(destination_rank), None)
+        boxes = self._compiled.boxes(self._converter, int(source_rank), int(destination_rank), None)
         return all(box.by_element for box in boxes)
 
     def needs(
@@ -257,7 +223,7 @@ class Route:
         both plans keep all tokens, every token (see `needed_states`). Earlier blocks are not
         written, and no later token sees them.
         """
-        copies = _copies(*self._arriving(destination_rank, destination_blocks, tokens, layers))
+        copies = bind_copies(*self._arriving(destination_rank, destination_blocks, tokens, layers))
         return {
             copy.destination_pool: join_ranges(copy.destination, copy.length) for copy in copies
         }
@@ -359,29 +325,8 @@ class Route:
         destination_rank: int,
         layers: Iterable[str] | None,
     ) -> list[CompiledPair]:
-        chosen = (source_rank, destination_rank, self._checked_layers(layers))
-
-        def compiled() -> list[CompiledPair]:
-            return [compile_pair(pair, own) for pair, own in compiler.strips(*chosen).items()]
-
-        return _cached(self._compiled, (compiler is self._arrivals, *chosen), compiled)
-
-    def _boxes(
-        self,
-        converter: ConvertingCompiler,
-        source_rank: int,
-        destination_rank: int,
-        names: frozenset[str] | None,
-    ) -> list[ConvertedBox]:
-        chosen = (source_rank, destination_rank, names)
-        return _cached(self._converted, chosen, lambda: converter.boxes(*chosen))
-
-    def _cast_patterns(
-        self, converter: ConvertingCompiler, request: RequestEnds, names: frozenset[str] | None
-    ) -> list[SpanPattern] | None:
-        chosen = (request.source.rank, request.destination.rank, names)
-        pairs = _cached(self._casts, chosen, lambda: compile_casts(converter, *chosen))
-        return None if pairs is None else cast_patterns(pairs, request)
+        names = self._checked_layers(layers)
+        return self._compiled.pairs(compiler, source_rank, destination_rank, names)
 
     def _refuse_converting(self) -> None:
         """Raise an error if the route converts, because the bytes at both ends then differ."""
@@ -410,27 +355,6 @@ class Route:
             hint = f"Use one of its {len(self.layers)} layers: {', '.join(self.layers[:2])}, ..."
             raise AtlasError(Code.UNKNOWN_LAYER, problem, got=repr(unknown[0]), hint=hint)
         return names
-
-
-def _copies(pairs: list[CompiledPair], request: RequestEnds) -> tuple[Copy, ...]:
-    moving = [(compiled, request.states(compiled.pair)) for compiled in pairs]
-    request.check_distinct()
-    runs: dict[tuple[int, int], list[Runs]] = defaultdict(list)
-    for compiled, states in moving:
-        if states.total:
-            bound = request.bind(compiled.pair, states.spans())
-            runs[request.pools(compiled.pair)] += ranges(compiled, bound)
-    return joined(runs)
-
-
-def _cached(made: dict[Any, _V], key: object, make: Callable[[], _V]) -> _V:
-    """Return `made[key]`; if it is missing, store the result of `make()` and evict old entries."""
-    with suppress(KeyError):
-        return made[key]
-    value = made[key] = make()
-    for old in list(made)[:-_MOST_COMPILED]:
-        made.pop(old, None)
-    return value
 
 
 def route(

@@ -1,0 +1,75 @@
+"""`CompiledRoute`: the strips, boxes and casts of a route, compiled on first use and cached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from kvatlas.routing.binding import CompiledPair, compile_pair
+from kvatlas.routing.compiler import Compiler
+from kvatlas.routing.converting_compiler import ConvertedBox, ConvertingCompiler
+from kvatlas.routing.element_casts import CastPairs, cast_patterns, compile_casts
+from kvatlas.routing.request import RequestEnds
+from kvatlas.routing.run_grids import SpanPattern
+
+_V = TypeVar("_V")
+
+_Chosen = tuple[int, int, frozenset[str] | None]
+"""A source rank, a destination rank, and layer names or None for all layers."""
+
+_MOST_COMPILED = 4096
+"""Maximum number of compiled rank pairs and layer subsets; the oldest are evicted first."""
+
+
+class CompiledRoute:
+    """What a route has compiled so far, by pair of ranks and set of layers."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[tuple[object, ...], list[CompiledPair]] = {}
+        self._boxes: dict[_Chosen, list[ConvertedBox]] = {}
+        self._casts: dict[_Chosen, CastPairs | None] = {}
+
+    def pairs(
+        self,
+        compiler: Compiler,
+        source_rank: int,
+        destination_rank: int,
+        names: frozenset[str] | None,
+    ) -> list[CompiledPair]:
+        """Return the compiled pairs of groups between two ranks."""
+        chosen = (source_rank, destination_rank, names)
+
+        def compiled() -> list[CompiledPair]:
+            return [compile_pair(pair, own) for pair, own in compiler.strips(*chosen).items()]
+
+        return _cached(self._pairs, (compiler, *chosen), compiled)
+
+    def boxes(
+        self,
+        converter: ConvertingCompiler,
+        source_rank: int,
+        destination_rank: int,
+        names: frozenset[str] | None,
+    ) -> list[ConvertedBox]:
+        """Return the boxes of a converting route between two ranks."""
+        chosen = (source_rank, destination_rank, names)
+        return _cached(self._boxes, chosen, lambda: converter.boxes(*chosen))
+
+    def cast_patterns(
+        self, converter: ConvertingCompiler, request: RequestEnds, names: frozenset[str] | None
+    ) -> list[SpanPattern] | None:
+        """Return the spans that cast a request's elements; None if cells cannot be cast so."""
+        chosen = (request.source.rank, request.destination.rank, names)
+        pairs = _cached(self._casts, chosen, lambda: compile_casts(converter, *chosen))
+        return None if pairs is None else cast_patterns(pairs, request)
+
+
+def _cached(made: dict[Any, _V], key: object, make: Callable[[], _V]) -> _V:
+    """Return `made[key]`; if it is missing, store the result of `make()` and evict old entries."""
+    with suppress(KeyError):
+        return made[key]
+    value = made[key] = make()
+    for old in list(made)[:-_MOST_COMPILED]:
+        made.pop(old, None)
+    return value
