@@ -161,8 +161,8 @@ def copy_address_runs(
 ) -> None:
     """Copy one run for every pair of a start and a span, on `stream` or on the current stream.
 
-    A run begins at the sum of the offsets of its start and its span. `spans` holds source offsets,
-    target offsets and lengths, in bytes. `programs` limits the number of Triton programs; 0 means
+    A run begins at the sum of the offsets of its start and its span. `spans` are (source offsets,
+    target offsets, lengths), in bytes. `programs` limits the number of Triton programs; 0 means
     no limit. `place` uploads a table to the device in stream order. `choice` overrides the tuned
     launch parameters. Runs are not bounds-checked: the caller must ensure that they are inside its
     memory. No byte may be written twice.
@@ -188,7 +188,7 @@ def convert_address_runs(
     """Copy runs like `copy_address_runs`, and cast each element.
 
     All offsets and lengths count elements instead of bytes.
-    Each address must be a multiple of its element size. `scales` holds the scale of each start.
+    Each address must be a multiple of its element size. `scales` contains the scale of each start.
     """
     items = source // cast.source.item | target // cast.target.item
     tables = _tables(starts, spans, items, place)

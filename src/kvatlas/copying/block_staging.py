@@ -1,4 +1,4 @@
-"""Copies of whole blocks between a pinned host pool and a GPU, by the GPU's copy engine.
+"""Copy whole blocks between a pinned host pool and a GPU with the GPU's copy engine.
 
 Blocks that are contiguous on the host cross the link unchanged, many at a time, into or out of a
 buffer on the GPU. A kernel then scatters the buffer into the GPU's pools, or gathers it from them,

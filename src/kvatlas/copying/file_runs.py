@@ -1,4 +1,4 @@
-"""Copies of runs between memory and a file, with vectored system calls.
+"""Copy runs between memory and a file with vectored system calls.
 
 One call moves a contiguous range of the file to or from up to 1,024 memory ranges. A disk error or
 a full disk raises `OSError`; with a mapped file it would kill the process.

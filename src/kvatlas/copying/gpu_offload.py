@@ -1,4 +1,4 @@
-"""Copies between GPU pools and host pools of one process, for a tier's stores and fetches.
+"""Copy between GPU pools and host pools of one process, when a tier stores or fetches blocks.
 
 If the host pools are pinned, whole blocks cross the link unchanged and a kernel rearranges them for
 the GPU's pools (`block_staging`). Blocks that move only in part are read or written across the link

@@ -30,7 +30,7 @@ Count = Callable[[str, int], None]
 
 
 class PoolMover(ABC):
-    """Moves bytes between the pools of this node and buffers that hold pieces of a stream.
+    """Moves bytes between the pools of this node and buffers that contain pieces of a stream.
 
     `stream` is a numpy array on the host, or a tensor on the GPU of the pools.
     """

@@ -31,9 +31,9 @@ MOST_IDS = 1 << 14
 _WRITTEN_AT_ONCE = 500
 """The maximum number of block ids per numpy assignment: for more, numpy releases the GIL."""
 _LOOKS = 64
-"""Every this many polls, one queries the driver instead of reading the completion word.
+"""One in this many polls queries the driver; the others read the completion word.
 
-Only the driver reports a failed device.
+The word is faster to read, but only the driver reports a failed device.
 """
 
 
@@ -56,7 +56,7 @@ class LaunchDriver(Protocol):
         """Wait for the work before the last recording of an event."""
 
     def finished(self, device: int, event: int) -> bool:
-        """Whether the last recorded work of an event has completed."""
+        """Whether the work before the last recording of an event has completed."""
 
     def record(self, event: int, stream: int) -> None:
         """Record an event on a stream."""
@@ -172,7 +172,7 @@ class GroupIds(NamedTuple):
     def pieces(self, ids: Int64s) -> Iterator[_Piece]:
         """Yield (end, group, slice of the group's block table, part of `ids` to write it to).
 
-        `end` is 0 for source ids, 1 for destination ids. One call writes each such piece.
+        `end` is 0 for source ids, 1 for destination ids. Each piece is written by one assignment.
         """
         mine = self.among(ids)
         for first in range(0, self.blocks, _WRITTEN_AT_ONCE):
@@ -181,7 +181,7 @@ class GroupIds(NamedTuple):
 
 
 _Piece = tuple[int, int, slice, Int64s]
-"""An end, a group, a slice of the group's block table, and the memory it is written to."""
+"""(0 for source or 1 for destination, group, slice of its block table, memory to write it to)."""
 
 
 class _TableLaunches:

@@ -64,7 +64,7 @@ def attend(
 ) -> torch.Tensor:
     """Compute attention of `q` [tokens, query heads, D] over each sequence's cache.
 
-    `tables` [sequences, blocks] holds block ids and `lengths` the number of cached tokens. The
+    `tables` [sequences, blocks] contains block ids and `lengths` the number of cached tokens. The
     queries of a sequence are its last tokens. Pass either `queries`, their number per sequence, or
     `starts` [sequences + 1], the rows of `q` where sequences begin and end. Table entries past a
     sequence's length may have any value, and a sequence of length 0 produces zeros. Logits are
@@ -139,7 +139,7 @@ def attend_latent(
 def _check_queries(q: torch.Tensor, heads: int, dim: int) -> None:
     if q.dim() != 3 or q.shape[2] != dim or not q.shape[1] or q.shape[1] % heads:
         problem = f"`q` must be [tokens, query heads, {dim}], with a multiple of {heads} heads"
-        hint = "Pass the query heads that this rank holds"
+        hint = "Pass the query heads of this rank"
         raise AtlasError(Code.BAD_TENSOR, problem, got=f"shape {tuple(q.shape)}", hint=hint)
 
 
@@ -278,7 +278,7 @@ def _edges(q: torch.Tensor, queries: torch.Tensor | None, starts: torch.Tensor |
 def _bad_edges(given: list[int], rows: int, queries: bool, starts: bool) -> AtlasError:
     """Return the error for `queries` or `starts` that do not match `q`.
 
-    `given` holds their values, `rows` is the length of `q`, and `queries` and `starts` are true if
+    `given` are their values, `rows` is the length of `q`, and `queries` and `starts` are true if
     the caller passed them.
     """
     if queries == starts:

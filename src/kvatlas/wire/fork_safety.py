@@ -5,7 +5,7 @@ inherited connections open, so peers would not notice that the parent has died. 
 therefore recorded here, and a forked child closes them at once. It closes descriptors only: it
 neither shuts a connection down nor ends its TLS session, because the parent still uses both.
 
-The threads of the parent do not exist in the child, and their locks may be held forever. Objects
+The threads of the parent do not exist in the child, so locks that they held stay locked. Objects
 that use sockets or threads record the process that made them, and raise an error in any other
 process.
 """
@@ -55,7 +55,7 @@ def fresh_in_children(lock: threading.Lock) -> threading.Lock:
 def keep_in_children(made: T) -> T:
     """Keep forked children from destroying the object `made`. Return `made`.
 
-    For libraries whose clean-up in a child would change what the parent still uses. UCX, for one,
+    Use this for libraries whose clean-up in a child would affect the parent. For example, UCX
     removes the parent's sockets from an epoll instance that both processes share.
     """
     _kept.add(made)
@@ -63,7 +63,7 @@ def keep_in_children(made: T) -> T:
 
 
 class OwningProcess:
-    """The process that made an object: a forked child of it must not use the object.
+    """Records the process that made an object, which a forked child must not use.
 
     >>> process = OwningProcess("node")
     >>> process.check()

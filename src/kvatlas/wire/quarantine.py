@@ -55,7 +55,7 @@ class Quarantine:
 
     def __init__(self) -> None:
         self._kept: list[_Kept] = []
-        """While there are some, one thread watches them."""
+        """Operations that are not over. While there are any, one thread checks them."""
         self._lock = threading.Lock()
 
     def __len__(self) -> int:

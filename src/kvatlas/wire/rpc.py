@@ -1,4 +1,6 @@
-"""The server end of the side channel: one thread per connection, with limits on connections.
+"""The server end of the side channel, over which nodes exchange control messages.
+
+Each connection has a thread. The number of connections is limited.
 
 A connection is unauthenticated until its first question is decoded, which requires the secret if
 there is one. Few unauthenticated connections are kept, and a new one replaces the oldest, so they
@@ -30,14 +32,20 @@ log = logging.getLogger("kvatlas.wire")
 
 _MAX_STRANGERS = 32
 _MAX_CONNECTIONS = 1024
-"""The maximum number of peer connections, and at most a third of the process's descriptors."""
+"""The maximum number of peer connections.
+
+They also use at most a third of the file descriptors that the process may open.
+"""
 _MAX_ANSWERING = 64
-"""Questions that are answered at once. Others wait briefly and then get a `busy` error."""
+"""The maximum number of questions that are answered concurrently.
+
+Further questions wait briefly, and then get a `busy` error.
+"""
 
 _STRANGER_SECONDS = 5.0
 """Seconds for a new connection to authenticate, and the same again for its first question."""
 _BUSY_SECONDS = 0.25
-"""Seconds that a question waits for its turn, and then the retry delay in the error."""
+"""Seconds that a question waits for its turn. The `busy` error asks for the same delay."""
 _IDLE_SECONDS = 0.05
 _DROP_SECONDS = 1.0
 """Seconds to wait for the thread of a connection that was dropped; normally it ends at once."""
@@ -49,7 +57,7 @@ class Caller:
     def __init__(self, connected: socket.socket) -> None:
         self.connection = Connection(connected)
         self.host, self.on_this_host = "127.0.0.1", True
-        """The address that it connects from, and whether that is an address of this host."""
+        """The address of the peer, and whether it is an address of this host."""
         if connected.family == socket.AF_UNIX:
             self.identity = f"process {check_user(connected)}"
         else:
@@ -57,7 +65,7 @@ class Caller:
             self.on_this_host = self.host == connected.getsockname()[0]
         # `identity` is the key for its quotas: its host, its certificate, or its process.
         self.names: frozenset[str] | None = None
-        """The names that it has proved; None if it may call itself by any name."""
+        """The node names that the peer's key proves; None if the peer may use any name."""
         self.known = self.answering = False
         self.open = True
 

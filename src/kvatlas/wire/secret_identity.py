@@ -16,9 +16,9 @@ class PeerIdentity(NamedTuple):
     """The authenticated identity of the other end of a connection."""
 
     account: str
-    """The key for its quotas: its name, certificate or host."""
+    """The key under which quotas count the peer: its name, certificate or host."""
     names: frozenset[str] | None = None
-    """The names that it has proved; None if it may call itself by any name."""
+    """The node names that the peer's key proves; None if the peer may use any name."""
 
 
 class SecretIdentity:

@@ -18,7 +18,10 @@ from kvatlas.wire.transports.errors import coded_limits, failed, own_limit, peer
 
 _SCHEME = "unix://"
 _LONGEST_PATH = 100
-"""Sockets with a longer path, in bytes, are opened through their folder."""
+"""The maximum bytes of a path that is used as it is.
+
+A socket with a longer path is opened through a descriptor of its folder.
+"""
 _WAITING = 1024
 """The maximum number of connections that wait to be accepted."""
 
@@ -39,7 +42,7 @@ def unix_path(endpoint: str) -> Path | None:
 
 
 def unix_endpoint(path: str | Path) -> str:
-    """Return the endpoint at a path."""
+    """Return the `unix://` endpoint of a path."""
     return f"{_SCHEME}{Path(path).absolute()}"
 
 

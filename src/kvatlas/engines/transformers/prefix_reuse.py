@@ -24,7 +24,10 @@ from kvatlas.tier.prefix_finder import AnyTier
 from kvatlas.tier.tier_events import EventListener
 
 _ROUNDING = 0.05
-"""Largest accepted difference of logits, relative to the largest logit: bf16 has 8 bits."""
+"""Largest accepted difference of logits, relative to the largest logit.
+
+bf16 has 8 significant bits, so rounding errors are large.
+"""
 
 
 class PrefixReuse:
@@ -126,7 +129,7 @@ class PrefixReuse:
             got = f"{len(tokens)} tokens that differ from the prompt of {len(prompt)} tokens"
             raise AtlasError(Code.BAD_TOKENS, problem, got=got, hint=hint)
         if len(tokens) < seen:
-            problem = f"The tokens must include all {seen} tokens that the cache holds"
+            problem = f"The tokens must include all {seen} tokens that are in the cache"
             raise AtlasError(Code.BAD_TOKENS, problem, got=f"{len(tokens)} tokens", hint=hint)
         self.cache.batch.settle()
         self.pool.computed(self, seen, tokens[len(prompt) :])

@@ -32,11 +32,15 @@ class StoreOptions(
     """Options of a store; `shards` and `stages` must be the same in all engines that share it."""
 
     shards: Annotated[int, Meta(ge=1, le=4096)] | None = None
-    """Parts per row, a multiple of every storing engine's tp; the default suits powers of two."""
+    """The number of parts in which a stored row is divided by heads.
+
+    It must be a multiple of the tp of every engine that stores rows. The default suits each tp that
+    is a power of two.
+    """
     stages: Annotated[int, Meta(ge=1, le=4096)] = 1
-    """Pipeline stages of the engines that store rows."""
+    """The number of pipeline stages of the engines that store rows."""
     staging: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 << 20
-    """Bytes of each worker's staging buffer for rows in flight."""
+    """Size in bytes of each worker's staging buffer, through which rows are read and written."""
     deadline: Seconds = 5.0
     """Timeout of a worker's calls to the store, in seconds; a timeout counts as a miss."""
 

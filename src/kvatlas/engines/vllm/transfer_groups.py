@@ -29,14 +29,14 @@ class TransferGroup:
         self.windows_kept_whole = {
             one.window or one.chunk or 0: one for one in seen if whole and one != Visibility()
         }
-        """Windows and chunks of layers that keep all tokens, by size."""
+        """The windows and chunks of layers for which vLLM keeps all tokens, by size in tokens."""
         self.partial = self.recurrent or self.window is not None
 
     def table(self, ids: Any, tokens: int) -> tuple[int, ...]:
-        """Return the ids of the blocks that hold a request's first `tokens` tokens.
+        """Return the ids of the blocks that store a request's first `tokens` tokens.
 
         `ids` are all block ids of the request; vLLM's null block becomes -1. For a recurrent
-        group, return the blocks that hold the state after these tokens.
+        group, return the blocks that store the state after these tokens.
         """
         entries = ceil_div(tokens, self.block)
         if self.recurrent and not self.by_position:
@@ -80,7 +80,7 @@ class TransferGroups:
         self._managers = kv_cache_manager.coordinator.single_type_managers
 
     def tables(self, block_ids: Any, tokens: int) -> Tables:
-        """Return one block table per group: the blocks that hold a request's first `tokens` tokens.
+        """Return each group's block table: the blocks that store a request's first `tokens` tokens.
 
         `block_ids` are the ids of all blocks of the request, by group, as vLLM lists them.
         """

@@ -29,7 +29,7 @@ _ONE_ENGINE = ("EngineCore", "VllmWorker")
 """Name prefixes of vLLM processes that load the weights of exactly one engine."""
 
 Signature = tuple[tuple[str, int, int, int], ...]
-"""Names, sizes, inodes and change times of a folder's files."""
+"""(Name, size, inode, change time) of each file in a folder."""
 
 
 def engine_identity(

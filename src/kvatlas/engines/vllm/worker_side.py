@@ -148,7 +148,7 @@ class WorkerSide:
         """Return the requests whose transfers have ended since the last step.
 
         If `idle` is true, wait briefly for a transfer to end. An idle engine would otherwise poll,
-        and take its core and the interpreter lock from the threads that read.
+        and compete with the reading threads for its core and the interpreter lock.
         """
         seconds = _READING_SECONDS if self._pulls else _OFFERING_SECONDS if self._offered else 0.0
         ended = self._ended.take(seconds if idle else 0.0)

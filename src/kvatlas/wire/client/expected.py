@@ -4,7 +4,7 @@ A push is a pull that the source asks for. The source offers the request under a
 destination learns, and announces the name. The destination checks who announces it, connects back,
 and reads the rank's part as any other pull. Only that pull makes the request ready.
 
-An announcement is, in this order:
+An announcement passes through three states:
 
 - announced: this node connects to the announced endpoint and checks that the announcing node
   answers there;
@@ -50,7 +50,7 @@ _MAX_CONNECTING = 4
 _MAX_IDLE = 64
 """The maximum number of idle connections to sources that are kept."""
 _KEPT = 1024
-"""Announcements whose outcome is kept, for sources that ask again."""
+"""The maximum number of announcements whose outcome is kept, for sources that ask again."""
 _LONGEST_WAIT, _MAX_WAITING = 0.2, 16
 """How many seconds an answer waits for the end of a pull, and how many answers do so at once."""
 _SETTLE_SECONDS = 30.0
@@ -64,10 +64,10 @@ class Announcement:
     peer: Peer
     question: protocol.Announce
     came_from: tuple[str, bool]
-    """The address that it came from, and whether that is an address of this host."""
+    """The address of the announcing peer, and whether it is an address of this host."""
     transfer: Transfer
     arrived: bool = False
-    """Whether this node has read and verified the part, and counts it."""
+    """Whether this node has read and verified the part, and recorded it in `Expected.arrived`."""
 
     @property
     def key(self) -> tuple[str, bytes, str]:
@@ -101,13 +101,13 @@ class Expected:
     """Names of the nodes that may push."""
     claim: BlockClaim
     identity: CacheIdentity | None = None
-    """The identity that the request must have, if it is not the node's."""
+    """The cache identity that the request must have; None for the node's identity."""
     mark: int | None = None
-    """The mark after which the blocks may be written, if they are on a GPU."""
+    """The GPU event after which the blocks may be written; None if they are on the host."""
     ready: threading.Event = field(default_factory=threading.Event)
     """Set once this node has read every source rank's part."""
     arrived: dict[int, int] = field(default_factory=dict)
-    """The source ranks whose part was read, and its bytes."""
+    """For each source rank whose part was read, the number of bytes of the part."""
     connecting: list[Announcement] = field(default_factory=list)
     current: defaultdict[int, list[Announcement]] = field(default_factory=lambda: defaultdict(list))
     """By rank, announcements whose pulls may write to the blocks. The last one is current."""

@@ -34,7 +34,7 @@ _SETTLING = 1e-4
 
 @dataclass
 class LaunchedPull:
-    """A read in flight, over a connection that was taken for it."""
+    """One rank's part of a pull on the fast path: a read in flight, and its connection."""
 
     connections: Connections
     connection: PeerConnection

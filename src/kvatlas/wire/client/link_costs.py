@@ -52,8 +52,8 @@ def choose_way(reads: RankReads, stream: AnyStream) -> Way:
         if wanted.how == "auto":
             return "staged"
         hint = (
-            'Use how="staged", or at both nodes make_transport(..., shared="all") with a transport '
-            "that supports the device of the pools"
+            'Use how="staged", or pass make_transport(..., shared="all") to both nodes, with a '
+            "transport that supports the device of the pools"
         )
         problem = "The transport cannot access the pools of one of the nodes"
         raise failed(f"how={wanted.how!r}", hint, problem)
@@ -69,9 +69,9 @@ def choose_way(reads: RankReads, stream: AnyStream) -> Way:
 def must_coalesce(lease: RankLease) -> bool:
     """Whether a direct pull must read into staging buffers of this node instead of its blocks.
 
-    True if the link cannot end a stalled read, and after the stall another process may fill the
-    same blocks: another replica, or another source of a push. The stalled read could overwrite the
-    new bytes. False if this node has no staging buffers in host memory.
+    This is so if the link cannot end a stalled read, and another process (another replica, or
+    another source of a push) may fill the same blocks after the stall: the stalled read could
+    overwrite the new bytes. Always False if this node has no staging buffers in host memory.
     """
     link = lease.connection.link
     stalls = not link.prompt and not link.severs
@@ -142,7 +142,7 @@ def _with_buffers(reads: RankReads, stream: Stream, way: Way, costs: Costs) -> W
 
 
 def _may_stage(lease: RankLease) -> bool:
-    """Whether the peer lends staging buffers. True before there is a lease to tell."""
+    """Whether the peer lends staging buffers. True if this is not known yet."""
     return lease.seen is not None or lease.opened.piece > 0
 
 

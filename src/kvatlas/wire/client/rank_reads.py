@@ -37,9 +37,9 @@ class RankReads:
     def __init__(self, lease: RankLease) -> None:
         self.lease, self.node, self.transfer = lease, lease.node, lease.transfer
         self.buffers: list[int] = []
-        """Staging buffers of this node."""
+        """The indices of the staging buffers of this node that the transfer uses."""
         self.runs: int | None = None
-        """The runs that were read; None to use the runs of the stream."""
+        """The number of runs that were read; None if it equals that of the stream."""
         self._uses_blocks = False
         self._given_up: dict[Target, list[Handle]] = {"blocks": [], "buffers": []}
         """Abandoned reads that may not be over, by the memory that they write to."""

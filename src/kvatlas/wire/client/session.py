@@ -375,16 +375,16 @@ class Session:
     def _run_rank(
         self, transfer: Transfer, wanted: TransferRequest, rank: int, launched: LaunchedPull | None
     ) -> None:
-        """Carry out one rank's part, and record its outcome."""
+        """Run one rank's part of a pull, and record its outcome."""
         pulls: list[RankPull] = []
 
         def read() -> None:
             about = (self.node, wanted, transfer, ANSWER_SECONDS)
             try:
                 if launched is None or not launched.finish(*about):
-                    # Also if a read that was launched is invalid: this path reads again or raises
-                    # the error. Its reads are still ordered after the caller's stream, because the
-                    # queue was when the first read was launched.
+                    # If a launched read is invalid, this reads again or raises the error. The reads
+                    # still run after the work on the caller's stream: the queue was ordered after
+                    # that work when the first read was launched.
                     pulls.append(self._reader.read(transfer, wanted, rank, self._replicas[rank]))
             finally:
                 transfer.leave()

@@ -46,8 +46,8 @@ class TransferPart:
 class Transfer:
     """A request in flight over several ranks.
 
-    It is ready when every rank has delivered. The first failure of a rank ends it, and so does its
-    deadline, regardless of what the ranks are waiting for. Its blocks may be reused once it is
+    It is ready when every rank has delivered. It fails when one rank fails or its deadline passes,
+    regardless of what the ranks are waiting for. Its blocks may be reused once it is
     `released`. A failed transfer is released only when the transport is known to have stopped using
     its blocks.
 

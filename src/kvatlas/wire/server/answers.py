@@ -1,4 +1,4 @@
-"""Answers to a node's peers: welcomes, leases, staged pieces, checksums.
+"""Answer the questions of a node's peers with welcomes, leases, gathered bytes and checksums.
 
 Every question is checked against the peer's session and lease before anything is accessed. An error
 is sent to the peer as an answer.
@@ -274,8 +274,8 @@ class Answers:
     def _must_gather(self, lease: Lease) -> bool:
         """Whether this node must gather the pull's bytes, because the peer cannot read the pools.
 
-        The peer cannot if the pools are not shared, or need a conversion that it cannot do as it
-        reads.
+        The peer cannot read pools that are not shared, or that need a conversion which it cannot
+        do during the read.
         """
         stream, casts = lease.stream, self.node.transport.casts
         converts = isinstance(stream, ConvertedStream) and not (casts and stream.by_element)

@@ -8,7 +8,7 @@ has not used the buffers, or moves no bytes (`_is_overdue`). If none is overdue 
 holds no buffer, a peer that uses more than its share in several leases loses the newest of them.
 
 The peer of a reclaimed lease may be a stopped process that later continues, in the middle of a
-read. It never takes another lease's bytes for its own:
+read. Three rules ensure that it never mistakes another lease's bytes for its own:
 
 1. The node reclaims under the lease's guard. So no copy for the lease is in progress, and
    none begins afterwards: `Gather` checks the loan under the guard.

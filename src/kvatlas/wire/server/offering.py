@@ -92,8 +92,8 @@ class OfferingNode(NodeState):
     def _post(self, offer: Offer) -> None:
         """Post an offer on the board, where peers on this host find it without asking this node.
 
-        Not posted are offers that are restricted to some readers, that are written layer by layer,
-        or whose identity is not the node's.
+        An offer is not posted if it is restricted to some readers, is written layer by layer, or
+        has another identity than the node.
         """
         board = self.transport.board
         own = offer.identity == self.identity
@@ -161,7 +161,7 @@ class OfferingNode(NodeState):
     def checked_tables(
         self, blocks: Any, tokens: Any, end: str, *, recompute: int = 0
     ) -> tuple[dict[int, Int64s], int, int]:
-        """Return (block tables by group, start, stop) of the tokens, after checking them.
+        """Check block tables and tokens. Return (tables by group, first token, token after last).
 
         `end` ("source" or "destination") is for error messages.
         """

@@ -1,4 +1,4 @@
-"""Admission of new connections: one thread runs the handshakes of all of them.
+"""Admit new connections. One thread runs the handshakes of all connections.
 
 A connection that is not authenticated yet costs a descriptor, but no thread. Few such connections
 are kept. If there are too many, the host or process with the most of them loses its oldest one.
@@ -31,7 +31,7 @@ _PROVING = 5.0
 _LOOK = 0.5
 """Seconds between checks for connections that take too long."""
 _AT_ONCE = 16
-"""The number of connections that are accepted before the others are looked at again."""
+"""The maximum number of connections to accept before handshakes in progress continue."""
 
 
 @dataclass(eq=False)
@@ -40,11 +40,11 @@ class Newcomer:
 
     connection: socket.socket
     source: object
-    """The host or process that it comes from."""
+    """The host or process that the connection comes from."""
     fd: int
     steps: Steps[None] = field(init=False)
     until: float = field(default_factory=lambda: time.monotonic() + _PROVING)
-    """When it is dropped; infinity once it is authenticated."""
+    """When the connection is dropped (monotonic clock); infinity once it is authenticated."""
 
     def admit(self) -> None:
         """Mark the connection as authenticated, so that it is not dropped for taking too long."""
@@ -69,7 +69,7 @@ class Admission(threading.Thread):
         super().__init__(name=name, daemon=True)
         self._listener, self._source, self._handshake = listener, source, handshake
         self._newcomers: dict[int, Newcomer] = {}
-        """By descriptor, oldest first."""
+        """Connections during their handshake, by file descriptor, the oldest first."""
         self._waiting = selectors.DefaultSelector()
         self._closed = False
         listener.setblocking(False)

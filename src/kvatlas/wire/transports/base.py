@@ -89,11 +89,11 @@ class PreparedRead(ABC):
         self,
         source: Mapping[int, BlockIds],
         destination: Mapping[int, BlockIds],
-        behind: int | None,
+        after_event: int | None,
     ) -> Handle | None:
         """Read from the peer's blocks `source` into this process's blocks `destination`.
 
-        The read runs after the peer's GPU event `behind` and the work on the caller's current
+        The read runs after the peer's GPU event `after_event` and the work on the caller's current
         stream. Return None, and read nothing, if it cannot start at once.
         """
 
@@ -110,7 +110,7 @@ class Link(ABC):
     exact: ClassVar[bool] = False
     """Whether the peer serves only the exact bytes of a lease, so that gaps cannot be read."""
     board: PeerBoard | None = None
-    """The board on which the peer posts its offers; None if it must be asked by message."""
+    """The board on which the peer posts its offers; None if readers must ask the peer for them."""
 
     def __init__(self, owner: Transport, peer_memory: Mapping[int, Memory]) -> None:
         self.owner, self.own_memory, self.peer_memory = owner, owner.memory, dict(peer_memory)
@@ -263,7 +263,7 @@ class Transport(ABC):
         self.marks: DeviceMarks | None = None
         """The marks of the GPU with the registered memory; None if all memory is on the host."""
         self.board: OfferBoard | None = None
-        """The board on which peers find offers; None if they must ask by message."""
+        """The board on which peers find offers; None if they must ask the node for them."""
         self.open = True
         self.copy_threads = 1
         """The maximum number of threads that copy for one read, if the CPU copies."""

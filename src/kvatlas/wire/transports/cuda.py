@@ -211,7 +211,7 @@ class CudaTransport(Transport):
             )
         here = _here.get(published.token)
         if here is not None and any(here.memory.get(pool) != at for pool, at in memory.items()):
-            problem = "The regions differ from those that the peer, in this process, registered"
+            problem = "The regions are not those that the peer in this process registered"
             got = f"pools {sorted(memory)} with other addresses, sizes or devices"
             hint = "Pass the peer transport's `reachable` regions unchanged"
             raise errors.failed(got, hint, problem)

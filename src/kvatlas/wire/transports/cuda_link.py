@@ -40,7 +40,7 @@ class CudaEnd(NamedTuple):
     queue: DeviceQueue
     pace: CopyPace
     marks_here: Callable[[], DeviceMarks | None]
-    """Returns the peer's marks if the peer is in this process; otherwise None.
+    """Returns the peer's GPU events if the peer is in this process; otherwise None.
 
     The addresses of such a peer need no mapping.
     """

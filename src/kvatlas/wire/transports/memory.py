@@ -1,4 +1,4 @@
-"""Transfers between two transports of one process. A reference for other transports."""
+"""The `memory` transport, which copies inside one process. A reference for other transports."""
 
 from __future__ import annotations
 

@@ -317,7 +317,7 @@ class MooncakeHandle(Handle):
 
     def __init__(self, *runs: Int64s, write: bool) -> None:
         self.runs, self.write = runs, write
-        """Addresses at this end, addresses at the peer, and lengths."""
+        """The runs as (addresses here, addresses at the peer, lengths), and whether to write."""
         self._lock = threading.Lock()
         self._given_up = False
         self.begun = False

@@ -1,6 +1,7 @@
-"""Non-blocking sockets: send and receive step by step, so that one thread serves many.
+"""Non-blocking sockets: send and receive step by step, so that one thread serves many sockets.
 
-A step is a generator that yields the event to wait for (`selectors.EVENT_READ`, `EVENT_WRITE`).
+An operation is a generator. It yields the event to wait for before its next step, which is
+`selectors.EVENT_READ` or `EVENT_WRITE`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Steps = Generator[int, None, T]
-"""Yields the event to wait for before the next step."""
+"""An operation in steps. It yields the event to wait for, and finally returns its result."""
 
 
 def until_ready(call: Callable[[], T], event: int = EVENT_READ) -> Steps[T]:

@@ -42,9 +42,12 @@ _SLOTS = 128
 _SLOT_BYTES = 32 << 10
 # Native byte order and alignment: the CPU reads each number atomically.
 _ROW, _NAME = struct.Struct("4q"), struct.Struct("q")
-"""The layout of a slot's row: generation, digest of the name, bytes, digest; and of one number."""
+"""The layouts of a slot's header and of one number.
+
+The header contains the generation, a digest of the name, the content's size, and its digest.
+"""
 _HEAD_BYTES = 8192
-"""The size of the header: one row per slot, the last completed mark, and the token."""
+"""The bytes before the contents: the slots' headers, the last completed mark, and the token."""
 _BOARD_BYTES = _HEAD_BYTES + _SLOTS * _SLOT_BYTES
 
 _TOKEN_AT, _TOKEN_BYTES = _SLOTS * _ROW.size + _NAME.size, 16
@@ -54,7 +57,7 @@ Posting = tuple[int, int]
 """A slot, and the generation in which an offer was posted there."""
 
 _MEMFD = "/memfd:kvatlas"
-"""The start of the link in `/proc/.../fd` of a board's descriptor."""
+"""The start of the target of the symbolic link `/proc/PID/fd/N` for a board's descriptor."""
 
 
 class PostedOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

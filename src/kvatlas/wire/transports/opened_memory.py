@@ -32,9 +32,9 @@ class MappedAllocation:
     address: int
     users: int = 0
     forgotten: bool = False
-    """Whether it is unmapped as soon as it has no users."""
+    """Whether the allocation is unmapped as soon as it has no users."""
     gone: bool = False
-    """Whether it was unmapped. Mapping the allocation again makes a new `MappedAllocation`."""
+    """Whether the allocation was unmapped. Mapping it again makes a new `MappedAllocation`."""
 
     @property
     def stale(self) -> bool:

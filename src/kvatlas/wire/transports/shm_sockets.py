@@ -153,7 +153,7 @@ def _ask(one: socket.socket, name: str, token: bytes, deadline: float) -> list[i
             descriptors += more
             if flags & socket.MSG_CTRUNC:
                 hint, got = "Raise the limit of open files (ulimit -n)", "a truncated message"
-                problem = "Not all descriptors arrived"
+                problem = "Not all file descriptors of the peer's memory arrived"
                 raise AtlasError(Code.TOO_MANY_FILES, problem, got=got, hint=hint)
             if said == _LAST:
                 return descriptors

@@ -1,4 +1,6 @@
-"""TCP: between any two hosts, without extra libraries; under TLS 1.3 if the node has a secret.
+"""The `tcp` transport, which works between any two hosts and needs no extra library.
+
+Connections use TLS 1.3 if the node has a secret.
 
 The reader requests runs of a region and stores the received bytes itself. So an abandoned operation
 is over at once, and no process writes to another's memory. The other end sends from separate

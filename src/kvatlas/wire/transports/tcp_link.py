@@ -47,7 +47,7 @@ _PAUSE = 2
 _NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _ENDED = (ConnectionError, EOFError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 _ATTEMPTS = 4
-"""How often to try, if the peer drops connections before it has authenticated them."""
+"""The number of attempts if the peer drops connections before it has authenticated them."""
 
 
 class TcpPublished(msgspec.Struct, tag="tcp", forbid_unknown_fields=True):
@@ -57,7 +57,7 @@ class TcpPublished(msgspec.Struct, tag="tcp", forbid_unknown_fields=True):
     port: Annotated[int, Meta(ge=1, le=65535)]
     token: Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
     regions: dict[int, tuple[int, int]]
-    """The address and size of every readable region."""
+    """(Address, size in bytes) of every readable region, by pool index."""
 
 
 class TcpLink(Link):

@@ -61,7 +61,7 @@ MOST_RUNS = 4096
 GATHERED = 256 << 10
 """Bytes of short runs that are sent at once, so that they stay in the processor's cache."""
 SHORT = 16 << 10
-"""Shorter runs are gathered before they are sent; longer ones are sent without a copy."""
+"""Runs with fewer bytes are gathered before they are sent. Longer runs are sent without a copy."""
 GRANTED, REFUSED = b"+", b"-"
 """The first byte of a reply. The bytes of the runs, or the error, follow."""
 REFUSAL = struct.Struct("<I")
@@ -70,7 +70,10 @@ LONGEST_REFUSAL = 64 << 10
 
 _ALIGNMENT = 16
 _MOST_CONNECTIONS = 1024
-"""The maximum number of connections of peers, and at most a third of the process's descriptors."""
+"""The maximum number of peer connections.
+
+They also use at most a third of the file descriptors that the process may open.
+"""
 
 
 def proof(token: bytes, challenge: bytes, session: bytes = bytes(SESSION_BYTES)) -> bytes:
@@ -102,7 +105,7 @@ class _Admitted(NamedTuple):
     connection: socket.socket
     session: bytes
     names: frozenset[str] | None
-    """The names that the peer has proved; None if its connection proves none."""
+    """The node names that the peer's key proves; None if its connection proves no name."""
 
 
 def _host(_: socket.socket, address: tuple[str, int]) -> str:

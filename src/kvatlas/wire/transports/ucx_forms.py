@@ -1,7 +1,7 @@
-"""Validates the format of UCX addresses and keys, because UCX parses them without bounds checks.
+"""Validate the format of UCX addresses and keys, because UCX parses them without bounds checks.
 
-Their content may still be wrong: then UCX cannot connect to the address or use the key. But it
-never reads past their end.
+The content of a valid address or key may still be wrong. UCX then cannot connect to the address or
+use the key, but it never reads past the end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Watches a process on this host, and detects that it has begun to exit.
+"""Watch a process on this host, and detect that it has begun to exit.
 
 The check runs right after a copy, while a thread waits for the result. It therefore keeps the
 interpreter lock: acquiring the lock again can take 0.1 ms if other threads run.

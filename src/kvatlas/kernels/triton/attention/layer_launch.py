@@ -117,7 +117,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def cache(self) -> calls.PagedCache:
-        """The layer and the block tables, in the form that kernels take."""
+        """The layer and the block tables, in the form that kernels expect."""
         launch = self.launch
         return calls.PagedCache(
             self.layer.buffer, launch.k, launch.v, self.tables, self.tables.stride(0)
@@ -189,7 +189,7 @@ def _attention_sides(layer: LayerCache, q: torch.Tensor) -> tuple[StoredSide, St
         raise checks.no_kernel(
             f"The number of query heads must be a multiple of {heads}, the number of kv heads",
             f"{q.shape[1]} query heads",
-            "Pass the query heads that this rank holds",
+            "Pass the query heads of this rank",
         )
     return formats.stored_side(layer, "k"), formats.stored_side(layer, "v")
 

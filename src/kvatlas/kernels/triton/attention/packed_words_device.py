@@ -182,7 +182,7 @@ class QuerySums(NamedTuple):
 
 @triton.jit
 def pairs(words, ELEMENT: tl.constexpr, DOT: tl.constexpr, RAISED: tl.constexpr, PTX: tl.constexpr):
-    """Return (first elements, second elements) of words that hold two elements each."""
+    """Return (first elements, second elements) of words that contain two elements each."""
     if PTX:
         CODE: tl.constexpr = (
             _E4M3 if ELEMENT == tl.float8e4nv else _E5M2 if ELEMENT == tl.float8e5
