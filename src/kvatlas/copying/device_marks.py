@@ -63,7 +63,7 @@ class DeviceMarks:
 
     def _mark(self) -> int:
         # Reading the board is faster for a peer than querying an event of another process. If the
-        # latest mark has completed, all earlier ones have too.
+        # latest mark has completed, all earlier marks have completed too.
         last = self._made - 1
         if last > self.done and self._driver.finished(self._device, self.event(last)):
             self._tell_done(last)
@@ -73,7 +73,7 @@ class DeviceMarks:
             self._tell_done(max(self.done, self._made - EVENTS))
             self._made += 1
         # Otherwise the latest event is recorded again: its mark then covers the new work too. The
-        # other events stay as they are, so waiting for one of them ends.
+        # other events are not recorded again, so waiting for such an event ends.
         self._record(self.event(self._made - 1))
         return self._made - 1
 

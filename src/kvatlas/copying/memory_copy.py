@@ -26,7 +26,7 @@ STEP = 16 << 20
 """The approximate number of bytes that one step copies."""
 
 _SHORT = 8 << 10
-"""Runs of up to this many bytes are copied together; longer ones are faster one by one."""
+"""Runs of up to this many bytes are copied together. Longer runs are faster one by one."""
 _SHORT_PACKED = 16 << 10
 """The same limit for runs that are contiguous in one of the buffers."""
 _FEW = 4

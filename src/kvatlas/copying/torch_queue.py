@@ -32,7 +32,7 @@ from kvatlas.specs.cell_formats import ElementCast
 _KEPT_STARTS = 256
 """The maximum number of start tables that a queue keeps on its device."""
 _SLOTS = 32
-"""The maximum number of span tables in reused memory."""
+"""The number of memory slots that a queue reuses for span tables."""
 _SLOT_BYTES = 64 << 10
 """The size of a slot for a span table. Larger tables get separate memory."""
 

@@ -165,7 +165,7 @@ def _attend(
 
 
 def _read_together(batch: list[_Sequence]) -> Iterator[list[_Sequence]]:
-    """Yield lists of sequences whose rows are read at once: several short ones, or one long one."""
+    """Yield lists of sequences that are read at once: several short sequences, or a long one."""
     group: list[_Sequence] = []
     taken = 0
     for sequence in batch:
@@ -283,7 +283,7 @@ def _bad_edges(given: list[int], rows: int, queries: bool, starts: bool) -> Atla
     """
     if queries == starts:
         problem, got = "Exactly one of `queries` and `starts` is required", "neither"
-        return _bad_batch(problem, "both" if queries else got, "Pass one of them")
+        return _bad_batch(problem, "both" if queries else got, "Pass `queries` or `starts`")
     if queries:
         problem = f"The sum of `queries` must be the {rows} rows of `q`"
         return _bad_batch(problem, f"a sum of {sum(given)}", "Pass all rows of the batch as `q`")

@@ -179,7 +179,7 @@ class BlockLedger:
         return ids
 
     def _in_use(self, pool: int, ids: Int64s) -> AtlasError:
-        """Return the error for blocks in use. It names the oldest claim on one of them."""
+        """Return the error for blocks in use. It names the oldest claim on any of these blocks."""
         none = np.zeros(0, np.int64)
         for owner in self._claims.values():
             same = ids[np.isin(ids, owner.blocks.get(pool, none))]

@@ -47,7 +47,7 @@ class _Pool:
 
     idle: list[Connection] = field(default_factory=list)
     turns: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(_PER_ENDPOINT))
-    """A question acquires it while it uses a connection. This limits the connections."""
+    """Limits the number of connections. A question acquires it while it uses a connection."""
     lost: int = 0
     """The number of connections that the peer has ended so far."""
     choice: int = 0
@@ -164,7 +164,7 @@ class Channels:
             try:
                 connection.send(payload, deadline)
                 answer = encoding.decode(connection.receive(deadline, check), self._answers)
-                usable = True  # if the peer closes it now, `_drop_ended` counts it as lost
+                usable = True  # if the peer closes it later, `_drop_ended` counts it as lost
                 return answer
             except TimeoutError:
                 raise no_answer(endpoint) from None

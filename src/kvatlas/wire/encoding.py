@@ -108,7 +108,7 @@ def _readable(payload: bytes, kind: type) -> Any:
 
 @cache
 def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    """Return the decoder of a type. Making one for a union takes ten times as long as decoding."""
+    """Return the decoder of a type; cached, because making a decoder takes longer than decoding."""
     return msgspec.msgpack.Decoder(kind)
 
 

@@ -26,7 +26,7 @@ S = TypeVar("S", bound=socket.socket)
 T = TypeVar("T")
 
 _sockets: WeakSet[socket.socket] = WeakSet()
-"""The sockets to close. There is no lock, because another thread could hold it during a fork."""
+"""The sockets to close. No lock guards them, because a thread could hold it during a fork."""
 _kept: WeakSet[object] = WeakSet()
 """Objects of libraries that must not be destroyed in a forked child."""
 _forks = 0
@@ -34,7 +34,7 @@ _forks = 0
 
 
 def close_in_children(made: S) -> S:
-    """Close a socket in processes that are forked from this one. Return the socket.
+    """Close a socket in forked children of this process. Return the socket.
 
     A socket that is wrapped for TLS is a new socket, which must be recorded as well.
     """
@@ -76,7 +76,7 @@ class OwningProcess:
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a forked child of the one that made the object."""
+        """Whether this process is a forked child of the process that made the object."""
         return self._made_at != _forks
 
     def check(self) -> None:
@@ -84,7 +84,7 @@ class OwningProcess:
         if self._made_at != _forks:
             raise AtlasError(
                 Code.WIRE_FAILED,
-                f"The {self._what} belongs to the process that this one was forked from",
+                f"The {self._what} was created before this process was forked",
                 got="a call in a forked child",
                 hint=f"Create a new {self._what} in the child, or start processes with "
                 'multiprocessing.get_context("spawn")',
@@ -92,7 +92,7 @@ class OwningProcess:
 
 
 def _after_fork_in_child() -> None:
-    """Close the sockets of the parent. Takes no lock: a thread of the parent may hold it."""
+    """Close the sockets of the parent without a lock, which a thread of the parent may hold."""
     for kept in list(_kept):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # a reference that nothing drops
     global _forks

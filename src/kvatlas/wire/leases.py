@@ -141,7 +141,7 @@ class Lease:
 
     @contextmanager
     def reading(self, asked: AskedRead) -> Iterator[None]:
-        """Allow a read during the `with` block, or raise an error if it is not covered."""
+        """Allow a read during the `with` block. Raise an error if the lease does not cover it."""
         same_session = hmac.compare_digest(asked.session, session_id(self.session))
         if not same_session or (self.names is not None and asked.names != self.names):
             raise lease_expired()
@@ -218,9 +218,9 @@ def buffers_reclaimed() -> AtlasError:
 class Leases:
     """All leases of a process. Any thread may use them.
 
-    Locks are taken in one order: a lease's guard, then the node's lock, then those of leases,
-    sessions, routes and staging buffers. A thread that holds one of the last group takes no other
-    lock. Copies run under a guard. Nothing waits for a peer, binds or compiles under these locks.
+    Locks are taken in this order: a lease's guard, then the node's lock, then one lock of the last
+    group, which are the locks of leases, sessions, routes and staging buffers. Copies run while a
+    guard is held. No thread waits for a peer, binds or compiles while it holds one of these locks.
     """
 
     def __init__(self, ended: Callable[[Lease], None]) -> None:
@@ -300,8 +300,8 @@ class Leases:
     def drop(self, lease: Lease) -> None:
         """End a lease. When this returns, no copy and no send is in progress for it.
 
-        Several threads may drop one lease at once: it stays listed until its copy is over, so
-        that each of them waits for the copy.
+        Several threads may drop one lease at once. The lease stays listed until its copy is over,
+        so that each thread waits for the copy.
         """
         lease.over = True
         with lease.guard:

@@ -109,7 +109,7 @@ class Offer:
                     got=f"different block ids for group {group}",
                     hint="Omit source_blocks= to use the blocks of the offer",
                 )
-        # A lone recurrent state is the one after the last token.
+        # If the offer has a single recurrent state, it is the state after the last token.
         alone = any(
             group.kind == "recurrent" and len(self.blocks.get(index, ())) == 1
             for index, group in enumerate(plan.groups)

@@ -131,7 +131,7 @@ class Hello(Message, frozen=True, kw_only=True, omit_defaults=True, tag="hello")
     conversion: ConversionTerms | None = None
     """Omitted if nothing is converted, so that peers without conversion understand the message."""
     identity: CacheIdentity | None = None
-    """The identity of the sender's caches; None before version 3, or if it compares none."""
+    """The identity of the sender's caches; None before version 3, or without identity checks."""
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
@@ -271,7 +271,7 @@ class Release(Message, frozen=True, kw_only=True, omit_defaults=True, tag="relea
     session: Key
     request: Name
     read: bool = False
-    """Whether the sender has read everything it wanted, without a lease."""
+    """Whether the sender, without a lease, has read everything that it needs."""
     posting: tuple[Annotated[int, Meta(ge=0, le=65535)], Whole] | None = None
     """(Slot, generation) of the posting on the `OfferBoard` that the sender has read.
 
@@ -291,7 +291,7 @@ class Announce(Message, frozen=True, kw_only=True, tag="announce"):
     """Ask the receiver to read an expected request from the sender, and to report its progress.
 
     The sender repeats an announcement to poll its progress. A different announcement of the same
-    rank replaces it, unless the receiver has read the rank's part.
+    rank replaces the first one, unless the receiver has already read the rank's part.
     """
 
     session: Key

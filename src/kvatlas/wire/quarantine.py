@@ -43,7 +43,7 @@ class _Kept:
 
 
 class Quarantine:
-    """Abandoned operations, and callbacks for when they can no longer access memory.
+    """Abandoned operations, each with a callback that runs once it can no longer access memory.
 
     >>> from kvatlas.wire.transports.handles import Done
     >>> quarantine = Quarantine()

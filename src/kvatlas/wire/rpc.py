@@ -2,10 +2,11 @@
 
 Each connection has a thread. The number of connections is limited.
 
-A connection is unauthenticated until its first question is decoded, which requires the secret if
-there is one. Few unauthenticated connections are kept, and a new one replaces the oldest, so they
-cannot lock out peers. Authenticated connections are limited per host (or per certificate) and in
-total. A peer above the limit gets a `busy` error with a delay after which to retry.
+A connection is unauthenticated until its first question is decoded. If the node has a secret, the
+peer must have the same secret for that. Few unauthenticated connections are kept, and a new
+connection replaces the oldest of them, so they cannot lock out peers. Authenticated connections are
+limited per host (or per certificate) and in total. A peer above the limit gets a `busy` error with
+a delay after which to retry.
 """
 
 from __future__ import annotations
@@ -182,8 +183,8 @@ class Server(threading.Thread):
     def _drop_strangers(self, most: int) -> None:
         """Disconnect unauthenticated connections until at most `most` are left.
 
-        The oldest one of the host with the most connections goes first, so a host that opens many
-        drops its own.
+        Each time, the host with the most such connections loses its oldest one. A host that opens
+        many connections thus loses its own.
         """
         dropped = []
         with self._lock:
@@ -271,7 +272,7 @@ class Server(threading.Thread):
             raise
         except Exception as defect:
             log.exception("answering a request failed")
-            got = f"{type(defect).__name__} while it handled the request"
+            got = f"{type(defect).__name__} while the peer handled the request"
             failure = failed(got, "See the peer's log", "The peer failed internally")
             raise own_limit(defect) or failure from defect
         finally:

@@ -83,7 +83,7 @@ def _certificate(secret: bytes) -> tuple[bytes, bytes]:
     derived = HKDF(hashes.SHA256(), 32, None, b"kvatlas side channel, Ed25519").derive(secret)
     key = Ed25519PrivateKey.from_private_bytes(derived)
     public = key.public_key().public_bytes_raw()
-    # OpenSSL finds certificates by their subject, so each secret needs a different one.
+    # OpenSSL finds certificates by their subject, so each secret needs a different subject.
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"kvatlas {public.hex()[:48]}")])
     certificate = (
         x509.CertificateBuilder()

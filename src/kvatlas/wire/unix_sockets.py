@@ -86,7 +86,7 @@ def connect_to_path(path: Path, timeout: float) -> socket.socket:
 
 
 def check_user(connected: socket.socket) -> int:
-    """Return the pid at the other end, or raise `peer_lost` if it belongs to another user."""
+    """Return the pid of the process at the other end. Raise `peer_lost` if its user differs."""
     process, user = _other_end(connected)
     if user != os.geteuid():
         hint = "Run both processes as the same user"
@@ -96,7 +96,7 @@ def check_user(connected: socket.socket) -> int:
 
 
 def _other_end(connected: socket.socket) -> tuple[int, int]:
-    """Return (pid, user id) of the other end. The pid is 0 if it is in another namespace."""
+    """Return (pid, user id) of the process at the other end. In another namespace, its pid is 0."""
     credentials = struct.Struct("iii")
     packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
     process, user, _ = credentials.unpack(packed)

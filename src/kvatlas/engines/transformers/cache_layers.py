@@ -86,7 +86,7 @@ class PagedAttentionLayer(CacheLayerMixin):
         return keys.to(key_states.dtype), values.to(value_states.dtype)
 
     def _write_tokens(self, key_states: Tensor, value_states: Tensor, slots: Tensor) -> None:
-        # Kernels expect one row per token. Latents have a single head, so their head axis is dropped.
+        # Kernels expect one row per token. The head axis of latents, with one head, is dropped.
         k, v = (s.transpose(1, 2).flatten(0, 1 + self.latent) for s in (key_states, value_states))
         (write_latent if self.latent else write)(self.pages, k, v, slots)
 
@@ -123,7 +123,7 @@ class PagedAttentionLayer(CacheLayerMixin):
         return 0 if self.reach is None else max(start - self.reach + 1, 0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return a tuple (number of tokens that `update` will return, index of the first one)."""
+        """Return (number of tokens that `update` will return, index of the first of these)."""
         offset = self._offset(self.seen)
         return self.seen + query_length - offset, offset
 
@@ -223,7 +223,7 @@ class PagedStateLayer(LinearAttentionCacheLayerMixin):
     def update_conv_state(self, conv_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Store the convolution's last inputs.
 
-        Return the previously stored inputs followed by `conv_states`, the new ones.
+        Return the previously stored inputs, followed by the new inputs `conv_states`.
         """
         self.batch.admit(conv_states.shape[0])
         before = self.lend("conv")

@@ -1,7 +1,7 @@
 """`PrefixReuse`: prefix caching for requests of a transformers model.
 
 A `BlockPool` finds the longest cached prefix from which every layer can continue. Full attention
-needs all blocks of the prefix, sliding windows the last ones, and recurrent layers a stored state.
+needs all blocks of the prefix. Sliding windows need its last blocks, and recurrent layers a state.
 The model then computes only the rest of the prompt. If a tier stores a longer prefix than the
 pool, the prefix is loaded from the tier. Finished requests are stored in the tier.
 """
@@ -103,7 +103,7 @@ class PrefixReuse:
         hit = self._admit(prompt, identity)
         if self.tiered is not None:
             hit = self._load(self.tiered, hit)
-        # `generate` needs at least one token to compute, so the last one is left to it.
+        # `generate` needs at least one token to compute, so the last token is left to it.
         for stop in self.pool.stops(self, len(prompt) - 1):
             self._compute(stop)
         self._reserve(len(prompt))  # copies stored states before the model updates them

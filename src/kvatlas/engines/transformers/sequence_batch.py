@@ -19,7 +19,7 @@ class StepTensors(NamedTuple):
     """
 
     lengths: Tensor
-    """Number of stored tokens of each sequence, including the new ones."""
+    """Number of stored tokens of each sequence, including the new tokens."""
     queries: Tensor
     """Number of new tokens of each sequence that are stored."""
     stored: Tensor | None

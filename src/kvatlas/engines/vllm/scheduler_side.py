@@ -282,7 +282,7 @@ class SchedulerSide:
         return int(min(request.num_prompt_tokens - self._left_out, remote.tokens))
 
     def _read_until(self, request: Any, stop: int) -> int:
-        """Return how many tokens to read: `stop`, or `stop - 1` if the last one need not be read.
+        """Return how many tokens to read: `stop`, or `stop - 1` if the last token is not needed.
 
         vLLM recomputes the prompt's last token, so it need not be read. It is read nevertheless if
         it completes a block, because other requests may reuse that block before the token is

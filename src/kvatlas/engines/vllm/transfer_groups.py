@@ -89,9 +89,9 @@ class TransferGroups:
     def windows(self, *, windows_alone: bool) -> tuple[int, ...]:
         """Return the sizes, in tokens, of windows and chunks before which the engine has no tokens.
 
-        vLLM frees the tokens before the windows of some layers, and keeps those of the others. If
-        `windows_alone` is true, this engine never received the latter, so the sizes of all windows
-        are returned.
+        For some layers, vLLM frees the tokens before the window; for others, it keeps all tokens.
+        If `windows_alone` is true, this engine never received the tokens before any window, so the
+        sizes of all windows are returned.
         """
         sizes = {group.window for group in self._groups if group.window}
         if windows_alone:

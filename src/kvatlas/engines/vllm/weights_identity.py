@@ -184,7 +184,7 @@ def stored_config(folder: Path) -> dict[str, Any] | None:
 
 
 def _changed(untouched: Mapping[str, Any], effective: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config values that an engine's arguments changed; removed ones are "null"."""
+    """Return the config values that an engine's arguments changed; removed values are "null"."""
     return {
         key: "null" if effective.get(key) is None else effective[key]
         for key in sorted({*untouched, *effective})

@@ -47,7 +47,7 @@ class RowSteps(NamedTuple):
     """
 
     first: int
-    """Offset of the first row in the pool, in units. So are the strides `block`, `state`, `head`."""
+    """Offset of the first row in the pool, in units, like the strides `block`, `state`, `head`."""
     block: int
     state: int
     head: int

@@ -1,7 +1,7 @@
 """Requests that other nodes push: announced by each source rank, then read by this node.
 
 A push is a pull that the source asks for. The source offers the request under a name that only the
-destination learns, and announces the name. The destination checks who announces it, connects back,
+destination learns, and announces the name. The destination checks the announcer, connects back,
 and reads the rank's part as any other pull. Only that pull makes the request ready.
 
 An announcement passes through three states:
@@ -81,7 +81,7 @@ class Announcement:
         return announced_endpoint(self.question.endpoint, host, on_this_host=here)
 
     def end(self) -> None:
-        """End the pull: the request was forgotten, or another announcement replaces this one."""
+        """End the pull. The request was forgotten, or this announcement was replaced."""
         self.transfer.failed(self.peer.rank, lease_expired())
 
 
@@ -110,7 +110,7 @@ class Expected:
     """For each source rank whose part was read, the number of bytes of the part."""
     connecting: list[Announcement] = field(default_factory=list)
     current: defaultdict[int, list[Announcement]] = field(default_factory=lambda: defaultdict(list))
-    """By rank, announcements whose pulls may write to the blocks. The last one is current."""
+    """By rank, announcements whose pulls may write to the blocks. The last in a list is current."""
     forgotten: bool = False
 
     def may_be_pushed_by(self, peer: Peer) -> bool:
@@ -222,7 +222,7 @@ class ExpectedRequests:
             expected.connecting.append(one)
             self._known[one.key] = one
             self._drop_known()
-        log.info("announced request=%r name=%r rank=%d", question.request, peer.name, peer.rank)
+        log.info("push request=%r name=%r rank=%d", question.request, peer.name, peer.rank)
         self._workers.submit(self._read, expected, one)
         return one
 
@@ -342,7 +342,7 @@ def _all_released(announced: list[Announcement], deadline: float) -> bool:
 
 
 def _check_same_process(announced: Peer, reached: Peer, endpoint: str) -> None:
-    """Raise an error unless the process at an endpoint is the one that announced it."""
+    """Raise an error unless the process `reached` at an endpoint has announced the endpoint."""
     same = all(
         getattr(announced, name) == getattr(reached, name)
         for name in ("name", "incarnation", "rank", "plan_hash")

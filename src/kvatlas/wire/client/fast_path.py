@@ -1,7 +1,7 @@
 """Fast path: a pull that the calling thread launches and the waiting thread finishes.
 
-`LaunchedPull` is one rank's part of such a pull. `follow_ups` finishes it if no thread waits for
-it, and cleans up a little later.
+`LaunchedPull` is one rank's part of such a pull. If no thread waits for the pull, `follow_ups`
+finishes it. `follow_ups` also cleans up a little later.
 """
 
 from __future__ import annotations

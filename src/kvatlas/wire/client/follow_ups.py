@@ -102,7 +102,7 @@ class FollowUps:
         return False
 
     def _do_all(self, over: list[_FollowUp]) -> None:
-        """Run the follow-ups one after another. If one is slow, run all later ones in parallel."""
+        """Run the follow-ups in order. After a slow follow-up, run the rest in parallel."""
         try:
             for place, one in enumerate(over):
                 begun = time.monotonic()

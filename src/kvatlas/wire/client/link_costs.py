@@ -22,16 +22,19 @@ from kvatlas.wire.transports.errors import failed
 _LONG_RUN = 128 << 10
 """Runs of at least this many bytes are not gathered: copying them costs more than a descriptor."""
 _KEPT_WAYS = 256
-"""The number of (runs, bytes) pairs for which the chosen way is cached."""
+"""The maximum number of (runs, bytes) pairs for which the chosen way is cached."""
 _SHORTEST_WAIT, _WORTH_WAITING = 0.1, 16
 """The time that a transfer waits for buffers.
 
 It is at least `_SHORTEST_WAIT` seconds, or `_WORTH_WAITING` times the expected time of a direct
-transfer if that is longer. Long transfers keep their buffers until they end, and a short one must
-not wait for that.
+transfer if that is longer. Long transfers keep their buffers until they end, and a short transfer
+must not wait for that.
 """
 _LEFT_FOR_DIRECT = 2
-"""The multiple of a direct transfer's time to reserve for it while waiting for buffers."""
+"""While a transfer waits for buffers, it reserves this multiple of a direct transfer's time.
+
+If no buffers become free, a direct transfer can then still meet the deadline.
+"""
 
 
 def choose_way(reads: RankReads, stream: AnyStream) -> Way:
@@ -95,7 +98,7 @@ def converts_on_the_way(lease: RankLease, stream: ConvertedStream) -> bool:
 
 
 def _cheapest_way(reads: RankReads, stream: Stream) -> Way:
-    """Return `direct`, `coalesced` or `staged`: the one that is expected to be fastest.
+    """Return the way that is expected to be fastest: `direct`, `coalesced` or `staged`.
 
     If the returned way needs staging buffers, they are acquired here.
     """
@@ -119,13 +122,13 @@ def _cheapest_way(reads: RankReads, stream: Stream) -> Way:
     if found is None:
         found = _weighed(lease, stream, costs)
         if connection.costs is not None:  # else there was no buffer to measure with
-            # Replaced as a whole, because other threads read it.
+            # The dict is replaced, not changed, because other threads read it.
             connection.ways = dict([*connection.ways.items(), (alike, found)][-_KEPT_WAYS:])
     return _with_buffers(reads, stream, found, costs)
 
 
 def _with_buffers(reads: RankReads, stream: Stream, way: Way, costs: Costs) -> Way:
-    """Acquire staging buffers for `way` and return it, or return `direct` if too few are free."""
+    """Acquire staging buffers for `way` and return `way`; return `direct` if too few are free."""
     lease = reads.lease
     if way == "staged":
         lease.ask_after_all()
@@ -147,7 +150,7 @@ def _may_stage(lease: RankLease) -> bool:
 
 
 def _weighed(lease: RankLease, stream: Stream, costs: Costs) -> Way:
-    """Return `direct`, `coalesced` or `staged`: the one with the lowest cost over this link."""
+    """Return the way with the lowest cost over this link: `direct`, `coalesced` or `staged`."""
     connection = lease.connection
     # One request to borrow buffers and one to fill them; twice that, for switches of threads.
     asking = 4 * connection.question_seconds

@@ -98,7 +98,7 @@ class PreparedShapes:
     def learn(self, tokens: tuple[int, int], stream: Stream, total: int) -> None:
         """Prepare the fast path for requests of this shape.
 
-        Has no effect at the first pull over a link, which may be the only one.
+        This has no effect at the first pull over a link, because there may be no second pull.
         """
         key = (tokens, *stream.table_lengths)
         with self._lock:

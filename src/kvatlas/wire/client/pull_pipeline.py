@@ -9,8 +9,8 @@ buffer. The ways to move a stream differ only in their pieces:
 - `coalesced`: adjacent runs are read as one into a staging buffer of this node. Runs are often
   short only because the two layouts differ; at the source most of them are adjacent. The source
   does no work.
-- `staged`: the source gathers the piece into a staging buffer, before it is read into one of this
-  node. Pieces must be gathered in order.
+- `staged`: the source gathers the piece into its staging buffer, and then this node reads it into
+  its own staging buffer. Pieces must be gathered in order.
 
 Each worker has its own staging buffer. One worker reads while another scatters, or while the source
 gathers a piece for another worker.
@@ -227,7 +227,7 @@ class PullPipeline:
 
     def _coalesced(self, stream: Stream) -> Iterator[PullPiece]:
         self._reads.count(stream.runs_apart)
-        # Without the bytes between the runs, if the peer does not serve them.
+        # If the peer does not serve the bytes between the runs, they are not read.
         exact = source_ranges(stream) if self._lease.connection.link.exact else None
         for batch in coalesced_batches(stream.grids(), self._node.staging.piece):
             yield PullPiece(partial(self._joined, batch, exact), partial(self._spread, batch))

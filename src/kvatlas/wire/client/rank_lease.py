@@ -1,4 +1,4 @@
-"""A pull's lease at one peer: open it, renew it, borrow buffers, confirm it."""
+"""A pull's lease at one peer: open the lease, renew it, borrow buffers for it, and confirm it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RankLease:
     timeout: float
     others: bool = False
     seen: SeenOffer | None = None
-    """The offer, if it was found on the peer's board. There is no lease then."""
+    """The offer that was found on the peer's board, which needs no lease; None if there is none."""
 
     def __post_init__(self) -> None:
         wanted = self.wanted
@@ -248,7 +248,7 @@ class RankLease:
                 got = f"staging buffer {max(lent)} in a memory of only {count} buffers"
                 raise protocol.bad_handshake(got)
             if len(set(lent)) < len(lent):
-                raise protocol.bad_handshake(f"staging buffers {lent}, expected distinct ones")
+                raise protocol.bad_handshake(f"staging buffers {lent}, expected different buffers")
             self.lent = lent
             if 0 < len(lent) < count:
                 return

@@ -109,7 +109,7 @@ class RankPull:
         lease = self.lease
         way: Way = "coalesced" if must_coalesce(lease) else "direct"
         for name, layer in self._bound_layers():
-            if layer.nbytes:  # else another rank has it
+            if layer.nbytes:  # else other source ranks have the layer
                 self._pull(layer, way, lease.await_layer(name))
             if not self.wanted.checksums:
                 # A layer counts once the source confirms that it still held the blocks.
@@ -232,7 +232,7 @@ class RankReader:
     def _try_replicas(
         self, transfer: Transfer, wanted: TransferRequest, rank: int, replicas: Sequence[str]
     ) -> RankPull:
-        """Try the replicas in turn, connected ones first. Return the pull that succeeded."""
+        """Try the replicas in turn, connected replicas first. Return the pull that succeeded."""
         unknown = {one: self._connections.find(one) is None for one in replicas}
         left = deque(sorted(unknown, key=unknown.__getitem__))
         reconnected: set[str] = set()
@@ -254,7 +254,7 @@ class RankReader:
                     reconnected.add(endpoint)
                     left.appendleft(endpoint)
                 if refused.code is Code.BUFFERS_RECLAIMED:
-                    left.append(endpoint)  # it starts over, there last
+                    left.append(endpoint)  # try the other replicas first, then this one again
                 if refused.code not in _RETRIED or transfer.done or not left:
                     raise
                 transfer.restart(rank)

@@ -123,7 +123,7 @@ class RankReads:
         self.runs = (self.runs or 0) + runs
 
     def finish(self, handle: Handle, into: Target, *, renewing: bool) -> None:
-        """Wait for a read. If it fails but may still write, quarantine its memory until it cannot.
+        """Wait for a read. If a failed read may still write, quarantine the memory that it writes.
 
         If `renewing` is true, the lease is renewed during the read.
         """

@@ -117,8 +117,8 @@ class Session:
 
         If `streamed` is true, layers arrive one by one: `Transfer.layers` lists the layers that
         have arrived, and `wait_layers` waits for some. The last `recompute` tokens are not
-        transferred, because this node computes them itself. Sliding windows are then read as they
-        are before the first of these tokens. If `final` is true, this is the node's last read of
+        transferred, because this node computes them itself. The sliding windows that are read are
+        then those of the first of these tokens. If `final` is true, this is the node's last read of
         the request, even if it reads only a part of the offer: the source may reuse its blocks once
         no other rank reads them. The pull waits up to `wait_for_offer` seconds for a request that
         is not offered yet. `identity` overrides the node's identity for this request, for example

@@ -144,7 +144,7 @@ class Transfer:
         return self._cancel.is_set()
 
     def cancel(self) -> None:
-        """Cancel the transfer. When this returns, it has failed, unless it was already ready."""
+        """Cancel the transfer. When this returns, the transfer has failed or was already ready."""
         self._cancel.set()
         self._fail(self._cancellation())
 
@@ -158,7 +158,7 @@ class Transfer:
             self._over.wait(max(0.0, left if timeout is None else min(timeout, left)))
         if not self.done:
             problem = f"The transfer is still running after {time.monotonic() - self.begun:.1f} s"
-            raise AtlasError(Code.DEADLINE, problem, got=self, hint="Wait longer, or cancel it")
+            raise AtlasError(Code.DEADLINE, problem, got=self, hint="Wait longer, or call cancel()")
         if self.error is not None:
             raise self.error
         return self
@@ -297,7 +297,7 @@ class Transfer:
                 self._release()
 
     def settle(self) -> bool:
-        """The same as `released`, under the name that `Quarantine` calls."""
+        """Return `released`. `Quarantine` calls this method."""
         return self.released
 
     def finished(self, rank: int) -> None:

@@ -61,11 +61,11 @@ class OfferingNode(NodeState):
         """Let peers read a request's blocks, which must not change until they are released.
 
         The offer expires after `timeout` seconds. `readers` names the nodes that may read; None
-        allows any. `released` is called once, with the request and a reason, for example when all
-        ranks that read from this one have done so or the offer has expired. Only then may the
-        blocks be reused. With `recompute`, sliding windows also include what the last `recompute`
-        tokens need, for peers that compute these tokens again. Block table entries that no offered
-        token needs may have any value.
+        allows any. `released` is called once, with the request and a reason, when the offer ends:
+        for example, when all ranks that read from this rank have finished. Only then may the blocks
+        be reused. With `recompute`, sliding windows also include what the last `recompute` tokens
+        need, for peers that compute these tokens again. Block table entries that no offered token
+        needs may have any value.
 
         A `layered` offer may be made before its content is written: the node calls `layer_written`
         for each layer, and a `streamed` pull reads each layer as it becomes available. `identity`

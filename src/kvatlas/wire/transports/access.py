@@ -1,7 +1,7 @@
 """Access control of transports: what they guarantee, and how a node authorises each read.
 
-A transport has no plans, sessions or leases. It passes their keys on as bytes to the node that
-uses the transport. The node decides which reads are allowed.
+A transport has no plans, sessions or leases. It passes the ids of sessions and leases, as bytes, to
+the node that uses the transport. The node decides which reads are allowed.
 """
 
 from __future__ import annotations

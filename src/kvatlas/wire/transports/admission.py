@@ -1,7 +1,8 @@
 """Admit new connections. One thread runs the handshakes of all connections.
 
 A connection that is not authenticated yet costs a descriptor, but no thread. Few such connections
-are kept. If there are too many, the host or process with the most of them loses its oldest one.
+are kept. If there are too many, the host or process with the most such connections loses its oldest
+connection.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Newcomer:
 
 
 class Admission(threading.Thread):
-    """Accepts connections, and runs the generator that `handshake` returns for each of them.
+    """Accepts connections, and runs the generator that `handshake` returns for each connection.
 
     If the generator returns, it has taken over the connection. If it raises an error, the
     connection is closed. `source` returns the host or process that a connection comes from, or

@@ -62,7 +62,7 @@ class OnePeerMemory:
     ) -> OnePeerMemory:
         """Publish a region with the transport `alone`, which has no other region.
 
-        `view` is the same memory as an array or tensor. `wipe` is called at the end to free it.
+        `view` is the same memory as an array or tensor. `end` calls `wipe` to free the memory.
         """
         alone.register({STAGING: region})
 
@@ -272,7 +272,7 @@ class Transport(ABC):
         self._links: WeakSet[Link] = WeakSet()
 
     def register(self, memory: Mapping[int, Memory]) -> None:
-        """Register regions of this process by pool index. Peers can access the shared ones."""
+        """Register regions of this process by pool index. Peers can access the shared regions."""
         self.check()
         taken = set(memory) & set(self.memory)
         if taken:
@@ -280,7 +280,7 @@ class Transport(ABC):
             got = f"pools {sorted(taken)}, which are already registered"
             hint = "Close the transport before you register other memory"
             raise AtlasError(Code.TWICE, problem, got=got, hint=hint)
-        # Empty regions are left out: they hold no bytes, and not all libraries accept them.
+        # Empty regions are left out, because not all libraries accept them.
         taken_here = {p: at for p, at in memory.items() if at.nbytes and self.takes(at.device)}
         gpus = [region.number for region in memory.values() if region.device != HOST]
         if gpus and self.marks is None:

@@ -28,7 +28,7 @@ ALLOWANCE = 10e-3
 """The maximum copy time in seconds that can be saved up during pauses."""
 
 _SLOWEST = 500e9
-"""The minimum bandwidth of a running copy in bytes per second. A slower one was interrupted."""
+"""The minimum bandwidth of a running copy in bytes per second. A slower copy was interrupted."""
 
 
 class CopyPace:
@@ -106,7 +106,7 @@ class CudaCopy(Handle):
         pace: CopyPace,
         nbytes: Callable[[], int],
     ) -> None:
-        """`launch` starts the copy. It returns (posted copy, function to call once it has ended).
+        """`launch` starts the copy. It returns (posted copy, function to call after its end).
 
         The copy is launched once `may_begin` returns True and `pace` permits it. `check` raises an
         error if the link is closed. `nbytes` returns the size of the copy in bytes.

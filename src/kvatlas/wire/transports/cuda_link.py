@@ -153,7 +153,8 @@ class CudaLink(Link):
     def _place(self, pool: int) -> int:
         """Return a number with the same alignment as the address of a peer's pool.
 
-        It is the offset in the allocation, unless the peer is in this process.
+        The number is the pool's offset in its allocation, or its address if the peer is in this
+        process.
         """
         here = self._end.marks_here() is not None
         return self.peer_memory[pool].address if here else self._regions[pool].offset
@@ -214,7 +215,7 @@ class CudaLink(Link):
     def _launch(
         self, runs: Sequence[AddressRuns], pools: Sequence[tuple[int, int]], *, write: bool
     ) -> tuple[Posted, Callable[[], None]]:
-        """Launch runs between pools. Return (posted work, function to call once it has ended).
+        """Launch runs between pools. Return (posted work, function to call after its end).
 
         `pools` are (source pool, target pool) of each item of `runs`, whose offsets are relative
         to these pools. If `write` is true, the peer is the target, otherwise the source.

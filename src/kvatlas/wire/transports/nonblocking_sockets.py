@@ -21,7 +21,7 @@ Steps = Generator[int, None, T]
 
 
 def until_ready(call: Callable[[], T], event: int = EVENT_READ) -> Steps[T]:
-    """Repeat a call on a socket until it does not have to wait, and return its result.
+    """Repeat a call on a socket until the call does not have to wait, and return its result.
 
     `event` is the event to wait for if the socket has no TLS. TLS sockets report the event
     themselves.

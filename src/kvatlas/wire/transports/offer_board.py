@@ -1,6 +1,6 @@
 """Offer board: shared memory in which processes on one host see offers without asking.
 
-A source posts its offers, and takes each one down before its blocks may be reused. A reader that
+A source posts its offers, and takes an offer down before its blocks may be reused. A reader that
 finds an offer reads the blocks and then checks the board again. If the offer's generation is
 unchanged and the source's process has not begun to exit, the source held the blocks until the last
 byte was read. So a memory read replaces a confirmation by message.
@@ -231,7 +231,7 @@ class PeerBoard:
         return generation
 
     def find(self, request: str) -> SeenOffer | None:
-        """Return the offer of a request; None if it is missing or invalid or its source is gone."""
+        """Return a request's offer; None if it is missing or invalid, or the source has exited."""
         seen = (one for one in self._glimpses(request) if one.genuine and one.held)
         return next(seen, None) if self.alive else None
 

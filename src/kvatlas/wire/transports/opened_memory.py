@@ -1,4 +1,4 @@
-"""Mapped allocations of other processes. The least recently used ones are unmapped first."""
+"""Mapped allocations of other processes. The least recently used allocation is unmapped first."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class OpenedMemory:
             return mapping
 
     def hold(self, mappings: Sequence[MappedAllocation]) -> bool:
-        """Add one use to each mapping. Return False, and add none, if one of them is `stale`."""
+        """Add one use to each mapping. Return False, and add none, if a mapping is `stale`."""
         with self._lock:
             if any(mapping.stale for mapping in mappings):
                 return False

@@ -27,7 +27,7 @@ class TcpTransport(Transport):
     """Reads regions of other processes over TCP.
 
     Connections use the node's secret or TLS contexts, and each read needs a lease that covers it.
-    `host` is the address that peers connect to, and the only one on which this end listens.
+    `host` is the address that peers connect to. This end listens on no other address.
 
     >>> import numpy as np
     >>> from kvatlas.routing import Copy

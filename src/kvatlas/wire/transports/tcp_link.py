@@ -1,4 +1,4 @@
-"""A link over TCP: it connects, authenticates, asks for runs, and stores them as they arrive."""
+"""A link over TCP, which connects, authenticates, requests runs, and stores the received bytes."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class TcpLink(Link):
                 one = self._idle.pop()
             if not ready(one):
                 return one
-            one.close()  # the peer has closed it: it sends nothing unrequested
+            one.close()  # readable without a request: the peer has closed it
 
     def give_back(self, one: socket.socket, nbytes: int) -> None:
         """Keep a connection for the next read, after `nbytes` bytes have arrived on it."""

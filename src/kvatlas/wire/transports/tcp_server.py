@@ -53,9 +53,9 @@ TOKEN_BYTES = 32
 CHALLENGE_BYTES = 32
 _PROOF_BYTES = 32
 WELCOME = b"+"
-"""The server's reply to a correct answer to its challenge, once it can serve the connection."""
+"""The server's reply to a correct answer to its challenge. It can now serve the connection."""
 QUESTION = struct.Struct(f"<iI{LEASE_BYTES}s")
-"""The header of a request: region, number of runs, lease. Starts and lengths follow."""
+"""The header of a request: region, number of runs, lease. The runs' starts and lengths follow."""
 MOST_RUNS = 4096
 """The maximum number of runs in one request."""
 GATHERED = 256 << 10

@@ -34,9 +34,10 @@ def pairs_of_rows(count, rows, each):
 
 @gluon.constexpr_function
 def runs_of_rows(run, rows, each):
-    """Return the layout [runs, rows of a run] of one value per row; it matches `pairs_of_rows`.
+    """Return the Gluon layout of a tensor [runs, rows of a run], with one value per row.
 
-    A run is `run` adjacent rows in one page.
+    A run is `run` adjacent rows in one page. Threads get the values of the rows that they load with
+    the layout of `pairs_of_rows`.
     """
     return gl.DistributedLinearLayout(
         [[n // run, n % run] for n in powers(1, each)],

@@ -51,7 +51,7 @@ class Room(NamedTuple):
     totals: Any
     """Final sums of the weights of each MMA group."""
     growth: Any
-    """The largest growth of a row maximum by a tile, per warp."""
+    """Per warp, the largest increase of a row maximum by the last tile."""
 
 
 class Signals(NamedTuple):
@@ -92,7 +92,7 @@ def signals_of():
 
 @gluon.jit
 def after_previous(EARLY: gl.constexpr):
-    """If `EARLY` is set, wait for the previous kernel, and permit the launch of the next one.
+    """If `EARLY` is set, wait for the previous kernel, and permit the launch of the next kernel.
 
     The next kernel may be launched at once, because each program occupies a whole multiprocessor:
     programs of the next kernel start only where this kernel has finished.

@@ -94,7 +94,7 @@ _CODES_IN_PLACE = tl.constexpr("""
     }
 """)
 """0x6400 is 1024 in float16, and its lowest mantissa bit is worth 1. Codes are not shifted, so they
-yield 1024 + code, or 1024 + 16 * code for a code that is four bits higher."""
+yield 1024 + code, or 1024 + 16 * code for codes in upper nibbles."""
 _NVFP4 = tl.constexpr("""
     {
         .reg .b32 even, odd, part, step, a, b, c, d;
