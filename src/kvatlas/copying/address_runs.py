@@ -2,9 +2,9 @@
 
 A start is a pair of offsets, at the source and at the target. A span is a pair of offsets and a
 length. One run is copied for every pair of a start and a span. At the source and at the target, a
-run begins at the sum of their two offsets. Starts are known before a request and stay on the
-device. Spans come with each request and are few. The memory may belong to another process, so the
-interface takes addresses instead of tensors.
+run begins at the sum of the offsets of its start and its span. Starts are known before a request
+and stay on the device. Spans come with each request and are few. The memory may belong to another
+process, so functions have addresses instead of tensors as parameters.
 """
 
 from __future__ import annotations

@@ -298,7 +298,7 @@ class LibCuda(CudaDriver):
         return event.value or 0
 
     def end_event(self, device: int, event: int) -> None:
-        """Destroy the event in this process. Other processes that opened it keep it."""
+        """Destroy the event in this process. Other processes can still use it if they opened it."""
         with self.on(device):
             self._call("cuEventDestroy_v2", ctypes.c_void_p(event))
 

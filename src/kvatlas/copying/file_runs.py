@@ -102,7 +102,7 @@ def _stretches(far: Int64s, length: Int64s) -> Int64s:
 
 
 def _cut(first: Int64s, ends: Int64s, length: Int64s) -> Int64s:
-    """Split calls with more than `_MAX_RANGES` ranges or about `STEP` bytes.
+    """Split calls with more than `_MAX_RANGES` ranges, or with more than about `STEP` bytes.
 
     Return the index of each call's first run.
     """

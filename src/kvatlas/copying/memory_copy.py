@@ -316,7 +316,7 @@ def _no_access(index: int, nbytes: int, given: Mapping[int, Any], held: int | No
         Code.OUT_OF_BOUNDS,
         f"Pool {index} must have {nbytes:,} bytes that this process can access",
         got=got,
-        hint="Pass all pools of the rank by index. If this process cannot access them, pass carry=",
+        hint="Pass all pools of the rank by index, or a function that copies them as carry=",
     )
 
 

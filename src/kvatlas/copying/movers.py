@@ -45,7 +45,7 @@ class PoolMover(ABC):
 
     @abstractmethod
     def rehearsal(self, copies: Sequence[Copy], stream: Any, nbytes: int) -> Callable[[], None]:
-        """Return a function that scatters `stream` into scratch memory, so that it can be timed.
+        """Return a function that scatters `stream` into scratch memory, to measure its duration.
 
         The scratch memory has `nbytes` bytes and replaces pool 0.
         """

@@ -305,7 +305,7 @@ class _KeptStarts(NamedTuple):
     """Starts (pairs of a source and a target offset) in device memory, and their scales."""
 
     starts: tuple[Int64s, Int64s]
-    """Kept alive so that its `id` is not reused."""
+    """The arrays that were uploaded. They are kept alive so that their `id` is not reused."""
     placed: Any
     scales: dict[ElementCast, Any]
 

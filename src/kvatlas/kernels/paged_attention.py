@@ -285,9 +285,9 @@ def _bad_edges(given: list[int], rows: int, queries: bool, starts: bool) -> Atla
         problem, got = "Exactly one of `queries` and `starts` is required", "neither"
         return _bad_batch(problem, "both" if queries else got, "Pass `queries` or `starts`")
     if queries:
-        problem = f"The sum of `queries` must be the {rows} rows of `q`"
+        problem = f"The sum of `queries` must be {rows}, the number of rows of `q`"
         return _bad_batch(problem, f"a sum of {sum(given)}", "Pass all rows of the batch as `q`")
-    problem = f"`starts` must be rows of `q`, from 0 to {rows}"
+    problem = f"`starts` must be row numbers of `q`, from 0 to {rows}"
     got = f"{given[0]}..{given[-1]}" if given else "no starts"
     return _bad_batch(problem, got, "Pass the cumulative query counts, beginning with 0")
 

@@ -142,7 +142,7 @@ def checked_peer(
     """
     if hello.transport != transport:
         raise bad_handshake(
-            f"{transport!r}, and {hello.transport!r} at node {hello.name!r}",
+            f"{transport!r}, but {hello.transport!r} at node {hello.name!r}",
             "The two ends use different transports",
             "Use the same transport in both nodes",
         )

@@ -91,7 +91,10 @@ class PagedAttentionLayer(CacheLayerMixin):
         (write_latent if self.latent else write)(self.pages, k, v, slots)
 
     def _in_sight(self, start: int, heads: int, dtype: torch.dtype) -> Pair:
-        """Return K and V of the tokens that transformers' mask covers; zeros if not stored."""
+        """Return K and V of the tokens that transformers' mask covers.
+
+        They are zero for tokens that are not stored.
+        """
         tokens = range(self._offset(start), self.seen)
         slots, missing = self.table.slots_to_read(tokens, start, self.batch.padding)
         if self.latent:

@@ -120,7 +120,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler methods ---------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """Record the endpoints of all ranks, and open the store if the tier is in one."""
+        """Record the endpoints of all ranks. If the tier is in a store, open the store."""
         for one in metadata.values():
             if not isinstance(
                 one, KVAtlasEndpoint
@@ -144,7 +144,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         self._in_scheduler().bind_manager(kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
-        """Register a new request if it is read from another engine or prefilled for one."""
+        """Register a new request if its tokens are read from, or prefilled for, another engine."""
         self._in_scheduler().on_new_request(request)
 
     def get_num_new_matched_tokens(

@@ -82,7 +82,7 @@ class MadeOffers:
     def _is_shareable(self, offer: _SharedOffer, prompt: str, tokens: int) -> bool:
         """Return whether an offer is for this prompt digest and token count, and still lasts.
 
-        It lasts while less than half of its lease has passed.
+        An offer counts as lasting while less than half of its lease has passed.
         """
         same = (offer.remote.prompt, offer.remote.tokens) == (prompt, tokens)
         return same and time.monotonic() < offer.made + self._lease_seconds / 2

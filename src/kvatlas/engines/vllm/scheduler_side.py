@@ -96,7 +96,7 @@ class SchedulerSide:
     # -- requests -------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """Register a request if it is read from another engine or prefilled for one."""
+        """Register a request if its tokens are read from, or prefilled for, another engine."""
         params = request.kv_transfer_params or {}
         if self._alone:
             return

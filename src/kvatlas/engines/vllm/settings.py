@@ -71,7 +71,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     ports: Annotated[int, Meta(ge=0, le=65535)] = 0
     """The first port; rank r listens on `ports + r`. 0 selects free ports."""
     secret_file: str | None = None
-    """A file with the secret that all engines share; without one they listen on loopback only."""
+    """A file with the secret that all engines share. Without it, they listen on loopback only."""
     unprotected: bool = False
     """Allow other hosts to connect without a secret, or over a transport that authenticates none,
     such as mooncake. For a trusted network."""
@@ -99,7 +99,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Conversion of blocks that are read from the tier, such as `bf16->fp8`."""
     # msgspec 0.22 crashes on pairs of bounded numbers; the route checks their values instead.
     convert_scales: Scale | dict[str, float | tuple[float, float]] | None = None
-    """Scales of the stored blocks if they are quantised: one for all, or one or (K, V) by layer."""
+    """Scales of quantised stored blocks: one for all layers, or by layer a number or (K, V)."""
     lookup_seconds: Seconds = 5.0
     """Seconds for which a request waits for its lookup in the tier before it is computed."""
     weights_identity: str | None = None

@@ -88,7 +88,7 @@ class RankReads:
         return False
 
     def staging_copy(self, buffer: int, nbytes: int, near: Any = (0,), far: Any = (0,)) -> Copy:
-        """Return the runs to copy from a staging buffer of the peer to one of this node.
+        """Return the runs to copy from a staging buffer of the peer to a buffer of this node.
 
         `buffer` indexes the acquired pairs of buffers. Each run has `nbytes` bytes. Runs begin at
         the offsets `far` in the peer's buffer and `near` in this node's buffer.
