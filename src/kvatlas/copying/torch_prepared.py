@@ -185,7 +185,7 @@ _Piece = tuple[int, int, slice, Int64s]
 
 
 class _TableLaunches:
-    """Launches that read block ids from one `RequestTable`, for requests of one shape."""
+    """Launches that read their block ids from one `RequestTable`, so that requests can share them."""
 
     def __init__(self, copies: list[Any], pieces: list[_Piece]) -> None:
         self.copies, self.pieces = copies, pieces
@@ -194,7 +194,7 @@ class _TableLaunches:
 
 
 class TorchPreparedRuns(PreparedRuns):
-    """The prepared launches for one shape, on one queue. Any thread may use them."""
+    """The launches on one queue for requests that differ only in ids. Any thread may use them."""
 
     def __init__(self, queue: LaunchQueue, patterns: Sequence[AddressPattern]) -> None:
         """Prepare launches that copy `patterns` on `queue`; `fits(patterns)` must be true."""

@@ -115,7 +115,10 @@ class TorchQueue(DeviceQueue):
         return can_convert(cast, self._device)
 
     def prepare(self, patterns: Sequence[AddressPattern]) -> PreparedRuns | None:
-        """Prepare launches for requests of one shape; None if they have too many block ids."""
+        """Prepare launches for requests that differ only in block ids.
+
+        Return None if a request has too many block ids.
+        """
         with self._posting():
             return TorchPreparedRuns(self, patterns) if fits(patterns) else None
 

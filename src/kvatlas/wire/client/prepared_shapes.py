@@ -1,5 +1,7 @@
 """Fast path: reads that were prepared for the shapes of earlier requests.
 
+The shape of a request is everything except its block ids.
+
 From two plans, the tokens and the block tables, a pull computes which bytes to read. For the next
 request with the same tokens and the same number of blocks, only the block ids are new, and the link
 may have prepared the launches (`Link.prepare`). Such a pull starts at once, in the calling thread:
@@ -108,7 +110,7 @@ class PreparedShapes:
         self._prepare(key, stream, total)
 
     def count(self, key: _Key, total: int) -> None:
-        """Store how many bytes must arrive for requests of this shape."""
+        """Store how many bytes must arrive for requests with this key."""
         with self._lock:
             if key in self._kept:
                 self._kept[key] = self._kept[key]._replace(total=total)

@@ -39,7 +39,7 @@ class RankReads:
         self.buffers: list[int] = []
         """The indices of the staging buffers of this node that the transfer uses."""
         self.runs: int | None = None
-        """The number of runs that were read; None if it equals that of the stream."""
+        """The number of runs that were read; None for the number of runs in the stream."""
         self._uses_blocks = False
         self._given_up: dict[Target, list[Handle]] = {"blocks": [], "buffers": []}
         """Abandoned reads that may not be over, by the memory that they write to."""

@@ -153,9 +153,10 @@ class Link(ABC):
         return all(copy.cast is None for copy in copies)
 
     def prepare(self, shape: RequestShape) -> PreparedRead | None:
-        """Prepare reads for requests of one shape, so that each read starts in microseconds.
+        """Prepare reads for requests that differ only in block ids.
 
-        Return None if the link has no fast path.
+        Each read then starts in microseconds. `shape` describes the rest of the request. Return
+        None if the link has no fast path.
         """
         del shape
         return None

@@ -160,7 +160,7 @@ class CudaLink(Link):
         return self.peer_memory[pool].address if here else self._regions[pool].offset
 
     def prepare(self, shape: RequestShape) -> PreparedRead | None:
-        """Prepare reads for requests of one shape.
+        """Prepare reads for requests that differ only in block ids.
 
         Return None if a block of the shape is outside its pool, or the link prepares nothing.
         """

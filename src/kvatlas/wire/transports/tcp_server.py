@@ -65,7 +65,7 @@ SHORT = 16 << 10
 GRANTED, REFUSED = b"+", b"-"
 """The first byte of a reply. The bytes of the runs, or the error, follow."""
 REFUSAL = struct.Struct("<I")
-"""The size of the error that follows."""
+"""The header of an error: its size in bytes. The encoded error follows."""
 LONGEST_REFUSAL = 64 << 10
 
 _ALIGNMENT = 16
@@ -95,7 +95,7 @@ def packed(length: Int64s) -> Int64s:
 
 
 def _anything(_: AskedRead) -> nullcontext[None]:
-    """Allow every read of a registered region: the transport is used without a node."""
+    """Allow every read of a registered region. Used by transports that have no node."""
     return nullcontext()
 
 
