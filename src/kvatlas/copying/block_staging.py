@@ -32,7 +32,7 @@ class BlockPiece:
     blocks: Int64s
     """Block ids, ascending."""
     grids: list[Copy]
-    """The runs between the buffer and the GPU's pools. Host offsets are offsets in the buffer."""
+    """The runs between the buffer and the GPU's pools. Buffer offsets replace host offsets."""
 
     def stretches(self, block_bytes: int) -> Iterator[tuple[int, int, int]]:
         """Yield (pool offset, buffer offset, number of bytes) of each sequence of adjacent blocks.

@@ -45,7 +45,7 @@ class CudaDriver(ABC):
     """The CUDA driver as transports use it. Devices are this process's device indices."""
 
     streams: StreamStock
-    """Streams that torch does not hand out."""
+    """Streams for copies and marks only. torch does not hand them out for other work."""
 
     @abstractmethod
     def devices(self) -> list[bytes]:

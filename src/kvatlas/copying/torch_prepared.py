@@ -185,7 +185,7 @@ _Piece = tuple[int, int, slice, Int64s]
 
 
 class _TableLaunches:
-    """Launches that read their block ids from one `RequestTable`, so that requests can share them."""
+    """Launches for requests of one shape, which read their block ids from one `RequestTable`."""
 
     def __init__(self, copies: list[Any], pieces: list[_Piece]) -> None:
         self.copies, self.pieces = copies, pieces
@@ -203,7 +203,7 @@ class TorchPreparedRuns(PreparedRuns):
         self._patterns, self._groups = patterns, group_ids(patterns)
         first = self._tables.all[0]
         self._made = {first: self._make(first)}
-        """Launches by table. The others are made on first use: most copies use the first table."""
+        """Launches by table. Most copies use the first table; other launches are made on demand."""
         self._launched = 0
 
     def post(self, source: Tables, destination: Tables) -> Posted | None:

@@ -42,7 +42,7 @@ class QueueDriver(LaunchDriver, Protocol):
 
     @property
     def streams(self) -> StreamStock:
-        """Streams that torch does not hand out."""
+        """Streams for copies and marks only. torch does not hand them out for other work."""
 
     def upload(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Copy from pinned memory in stream order."""

@@ -29,10 +29,13 @@ Scale = Annotated[float, Meta(gt=0)]
 class StoreOptions(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """Options of a store; `shards` and `stages` must be the same in all engines that share it."""
+    """Options of a store, which contains rows: the blocks of the tier, divided into parts.
+
+    `shards` and `stages` must be the same in all engines that share the store.
+    """
 
     shards: Annotated[int, Meta(ge=1, le=4096)] | None = None
-    """The number of parts in which a stored row is divided by heads.
+    """The number of parts into which a row is divided along its heads.
 
     It must be a multiple of the tp of every engine that stores rows. The default suits each tp that
     is a power of two.

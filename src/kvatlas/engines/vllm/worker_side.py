@@ -32,7 +32,7 @@ _AT_ONCE = 64
 _LONGEST_QUARANTINE = 600.0
 """Seconds after which a read in quarantine is reported as ended."""
 _READING_SECONDS, _OFFERING_SECONDS = 4e-3, 1e-3
-"""Seconds per step for which an idle engine waits for its reads, or for its offers."""
+"""Seconds per step for which an idle engine waits: for a read to end, or for an offer to end."""
 _LINGER_SECONDS = 2.0
 """Seconds for which an offer is kept after its last known reader, for late siblings."""
 
@@ -117,7 +117,7 @@ class WorkerSide:
         self._releases = LingeringReleases(self._release_in_background, seconds=_LINGER_SECONDS)
         self._pulls: dict[str, _Pull] = {}
         self._offered: dict[str, str] = {}
-        """Requests of this engine by the names of their offers."""
+        """For the name of each offer, the id of the offered request in this engine."""
         self._ended = ended or EndedRequests()
         self._counts = PullCounts()
         self._counts_lock = threading.Lock()
