@@ -2,6 +2,10 @@
 
 An operation is a generator. It yields the event to wait for before its next step, which is
 `selectors.EVENT_READ` or `EVENT_WRITE`.
+=======
+A step is a generator that yields the event to wait for (`selectors.EVENT_READ`, `EVENT_WRITE`).
+`send_buffers` is for blocking sockets, which a thread of their own serves.
+>>>>>>> main
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import select
 import socket
 import ssl
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from functools import partial
 from selectors import EVENT_READ, EVENT_WRITE
@@ -17,7 +21,10 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Steps = Generator[int, None, T]
+<<<<<<< HEAD
 """An operation in steps. It yields the event to wait for, and finally returns its result."""
+_MOST_BUFFERS = 512
+"""The maximum number of buffers that one system call sends. Linux allows 1,024."""
 
 
 def until_ready(call: Callable[[], T], event: int = EVENT_READ) -> Steps[T]:
@@ -53,6 +60,25 @@ def receive(one: socket.socket, nbytes: int) -> Steps[bytes]:
             raise EOFError
         arrived += some
     return arrived
+
+
+def send_buffers(one: socket.socket, buffers: Sequence[bytes | memoryview]) -> None:
+    """Send all bytes of several buffers in order, over a blocking socket.
+
+    Without TLS, one system call sends many buffers, so a short first buffer is not a packet of its
+    own.
+    """
+    if isinstance(one, ssl.SSLSocket):
+        for buffer in buffers:
+            one.sendall(buffer)
+        return
+    for first in range(0, len(buffers), _MOST_BUFFERS):
+        some = buffers[first : first + _MOST_BUFFERS]
+        sent = one.sendmsg(some)
+        for buffer in some:  # all are sent, unless a signal interrupts the call
+            if sent < len(buffer):
+                one.sendall(memoryview(buffer)[sent:])
+            sent = max(0, sent - len(buffer))
 
 
 def ready(one: socket.socket, events: int = EVENT_READ, milliseconds: int = 0) -> bool:
