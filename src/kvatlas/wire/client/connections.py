@@ -52,7 +52,7 @@ class PeerConnection:
     costs: Costs | None = None
     """The measured costs of the link."""
     measuring: threading.Lock = field(default_factory=threading.Lock)
-    """Held by the transfer that measures the costs. The others wait, and so do not disturb it."""
+    """Held by the transfer that measures the costs. Others wait, so they do not slow it down."""
     ways: dict[tuple[int, int], Way] = field(default_factory=dict)
     """For each (number of runs, number of bytes), the fastest way to move them."""
     question_seconds: float = 0.0

@@ -31,7 +31,7 @@ transfer if that is longer. Long transfers keep their buffers until they end, an
 must not wait for that.
 """
 _MEASURED = 3
-"""How often a link is measured at most, if its runs seem to cost no time."""
+"""The maximum number of measurements of a link. Another is made if runs seem to cost no time."""
 _LEFT_FOR_DIRECT = 2
 """While a transfer waits for buffers, it reserves this multiple of a direct transfer's time.
 
@@ -238,7 +238,7 @@ def _scatter_rate(reads: RankReads, piece: int) -> float:
 def _quickest(*acts: Callable[[], object]) -> list[float]:
     """Return the shortest time of five calls of each function, in seconds.
 
-    The functions are called in turn, so that other threads slow all of them down alike.
+    The functions are called in turn, so that other threads slow down all functions equally.
     """
     shortest = [float("inf")] * len(acts)
     for _ in range(5):

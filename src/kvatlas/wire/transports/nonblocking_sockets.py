@@ -1,11 +1,7 @@
 """Non-blocking sockets: send and receive step by step, so that one thread serves many sockets.
 
 An operation is a generator. It yields the event to wait for before its next step, which is
-`selectors.EVENT_READ` or `EVENT_WRITE`.
-=======
-A step is a generator that yields the event to wait for (`selectors.EVENT_READ`, `EVENT_WRITE`).
-`send_buffers` is for blocking sockets, which a thread of their own serves.
->>>>>>> main
+`selectors.EVENT_READ` or `EVENT_WRITE`. Only `send_buffers` is for blocking sockets.
 """
 
 from __future__ import annotations
@@ -21,7 +17,6 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Steps = Generator[int, None, T]
-<<<<<<< HEAD
 """An operation in steps. It yields the event to wait for, and finally returns its result."""
 _MOST_BUFFERS = 512
 """The maximum number of buffers that one system call sends. Linux allows 1,024."""

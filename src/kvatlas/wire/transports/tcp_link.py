@@ -167,7 +167,7 @@ def _questions(copy: Copy, mine: Mapping[int, Memory], lease: bytes) -> Iterator
 
 
 def _contiguous(start: Int64s, length: Int64s) -> tuple[Int64s, Int64s]:
-    """Return (start, length) of the runs after joining each run with one that begins at its end."""
+    """Join runs that follow each other without a gap. Return (starts, lengths) of the result."""
     first = np.flatnonzero(np.append(True, start[1:] != start[:-1] + length[:-1]))
     return start[first], np.add.reduceat(length, first)
 
