@@ -149,7 +149,7 @@ def test_logs_of_both_ends_name_the_request(caplog: pytest.LogCaptureFixture) ->
             pull(session, target, "one that works").wait(10)
             assert failure(pull(session, target, "one\nthat fails")) is Code.UNKNOWN_REQUEST
     said = [record.getMessage() for record in caplog.records]
-    assert any(line.startswith("open request='one that works'") for line in said)
+    assert any(line.startswith("lease granted request='one that works'") for line in said)
     assert any(line.startswith("rejected message=open request='one\\nthat fails'") for line in said)
     assert any(line.startswith("transfer failed request='one\\nthat fails'") for line in said)
     assert not any("\n" in line for line in said)

@@ -2,9 +2,9 @@
 
 A start is a pair of offsets, at the source and at the target. A span is a pair of offsets and a
 length. One run is copied for every pair of a start and a span. At the source and at the target, a
-run begins at the sum of their two offsets. Starts are known before a request and stay on the
-device. Spans come with each request and are few. The memory may belong to another process, so the
-interface takes addresses instead of tensors.
+run begins at the sum of the offsets of its start and its span. Starts are known before a request
+and stay on the device. Spans come with each request and are few. The memory may belong to another
+process, so functions have addresses instead of tensors as parameters.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ def copy_address_runs(
 ) -> None:
     """Copy one run for every pair of a start and a span, on `stream` or on the current stream.
 
-    A run begins at the sum of the offsets of its start and its span. `spans` holds source offsets,
-    target offsets and lengths, in bytes. `programs` limits the number of Triton programs; 0 means
+    A run begins at the sum of the offsets of its start and its span. `spans` are (source offsets,
+    target offsets, lengths), in bytes. `programs` limits the number of Triton programs; 0 means
     no limit. `place` uploads a table to the device in stream order. `choice` overrides the tuned
     launch parameters. Runs are not bounds-checked: the caller must ensure that they are inside its
     memory. No byte may be written twice.
@@ -194,7 +194,7 @@ def convert_address_runs(
     """Copy runs like `copy_address_runs`, and cast each element.
 
     All offsets and lengths count elements instead of bytes.
-    Each address must be a multiple of its element size. `scales` holds the scale of each start.
+    Each address must be a multiple of its element size. `scales` contains the scale of each start.
     """
     items = source // cast.source.item | target // cast.target.item
     tables = _tables(starts, spans, items, place)

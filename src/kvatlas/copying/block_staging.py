@@ -1,4 +1,4 @@
-"""Copies of whole blocks between a pinned host pool and a GPU, by the GPU's copy engine.
+"""Copy whole blocks between a pinned host pool and a GPU with the GPU's copy engine.
 
 Blocks that are contiguous on the host cross the link unchanged, many at a time, into or out of a
 buffer on the GPU. A kernel then scatters the buffer into the GPU's pools, or gathers it from them,
@@ -32,7 +32,7 @@ class BlockPiece:
     blocks: Int64s
     """Block ids, ascending."""
     grids: list[Copy]
-    """The runs between the buffer and the GPU's pools. Host offsets are offsets in the buffer."""
+    """The runs between the buffer and the GPU's pools. Buffer offsets replace host offsets."""
 
     def stretches(self, block_bytes: int) -> Iterator[tuple[int, int, int]]:
         """Yield (pool offset, buffer offset, number of bytes) of each sequence of adjacent blocks.

@@ -45,7 +45,7 @@ class CudaDriver(ABC):
     """The CUDA driver as transports use it. Devices are this process's device indices."""
 
     streams: StreamStock
-    """Streams that torch does not hand out."""
+    """Streams for copies and marks only. torch does not hand them out for other work."""
 
     @abstractmethod
     def devices(self) -> list[bytes]:
@@ -97,7 +97,7 @@ class CudaDriver(ABC):
 
     @abstractmethod
     def finished(self, device: int, event: int) -> bool:
-        """Whether the last recorded work of an event has completed."""
+        """Whether the work before the last recording of an event has completed."""
 
     @abstractmethod
     def recorder(self, device: int, stream: int) -> Callable[[int], None]:
@@ -159,7 +159,7 @@ class LibCuda(CudaDriver):
             ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p,
         ]  # fmt: skip
         self._write_word: Any = getattr(self._looks, "cuStreamWriteValue32_v2", None)
-        """None if the driver is too old or its GPUs do not support it."""
+        """The function that writes 32 bits in stream order; None if it is not supported."""
         if self._write_word is not None:
             self._write_word.argtypes = [
                 ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint,
@@ -298,7 +298,7 @@ class LibCuda(CudaDriver):
         return event.value or 0
 
     def end_event(self, device: int, event: int) -> None:
-        """Destroy the event in this process. Other processes that opened it keep it."""
+        """Destroy the event in this process. Other processes can still use it if they opened it."""
         with self.on(device):
             self._call("cuEventDestroy_v2", ctypes.c_void_p(event))
 
@@ -308,7 +308,7 @@ class LibCuda(CudaDriver):
             self._call("cuEventSynchronize", ctypes.c_void_p(event))
 
     def finished(self, device: int, event: int) -> bool:
-        """Whether the last recorded work of an event has completed. Does not wait."""
+        """Whether the work before the last recording of an event has completed. Does not wait."""
         with self.on(device):
             code = self._looks.cuEventQuery(event)
         if code not in (0, _NOT_READY):

@@ -35,13 +35,16 @@ class DeviceMarks:
     def __init__(self, driver: CudaDriver, device: int) -> None:
         self._driver, self._device = driver, device
         self._order = driver.streams.lend(device, self)
-        """The stream that records events. If `__init__` fails later, it returns by itself."""
+        """The stream that records events. It is given back even if `__init__` fails later."""
         self._events = [driver.make_event(device) for _ in range(EVENTS)]
         self._record = driver.recorder(device, self._order.address)
         self._lock = threading.Lock()
         self._made = 0
         self.done = -1
-        """The last mark that is known to be complete; -1 if none is. Its event may be reused."""
+        """The number of the last mark that is known to have completed; -1 if there is none.
+
+        The event of this mark may be reused.
+        """
         self.board: MarkBoard | None = None
         """The board on which other processes read `done`; None if they cannot."""
 
@@ -60,7 +63,7 @@ class DeviceMarks:
 
     def _mark(self) -> int:
         # Reading the board is faster for a peer than querying an event of another process. If the
-        # latest mark has completed, all earlier ones have too.
+        # latest mark has completed, all earlier marks have completed too.
         last = self._made - 1
         if last > self.done and self._driver.finished(self._device, self.event(last)):
             self._tell_done(last)
@@ -70,12 +73,12 @@ class DeviceMarks:
             self._tell_done(max(self.done, self._made - EVENTS))
             self._made += 1
         # Otherwise the latest event is recorded again: its mark then covers the new work too. The
-        # other events stay as they are, so waiting for one of them ends.
+        # other events are not recorded again, so waiting for such an event ends.
         self._record(self.event(self._made - 1))
         return self._made - 1
 
     def _tell_done(self, number: int) -> None:
-        """Publish that the GPU has passed the mark `number`. Called before its event is reused."""
+        """Publish that mark `number` has completed. Called before its event is reused."""
         self.done = number
         if self.board is not None:
             self.board.tell_done(number)

@@ -28,9 +28,9 @@ class AddressRuns(NamedTuple):
     source: int
     target: int
     starts: tuple[Int64s, Int64s]
-    """Start offsets at the source and the target. A queue keeps them on its device."""
+    """(Start offsets at the source, start offsets at the target). A queue uploads them once."""
     spans: tuple[Int64s, Int64s, Int64s]
-    """Span offsets at the source and the target, and lengths."""
+    """(Span offsets at the source, span offsets at the target, lengths)."""
     cast: ElementCast | None = None
     """The cast of each element; None to copy bytes. With a cast, offsets count elements."""
     scales: Int64s | None = None

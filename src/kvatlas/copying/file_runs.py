@@ -1,4 +1,4 @@
-"""Copies of runs between memory and a file, with vectored system calls.
+"""Copy runs between memory and a file with vectored system calls.
 
 One call moves a contiguous range of the file to or from up to 1,024 memory ranges. A disk error or
 a full disk raises `OSError`; with a mapped file it would kill the process.
@@ -102,7 +102,7 @@ def _stretches(far: Int64s, length: Int64s) -> Int64s:
 
 
 def _cut(first: Int64s, ends: Int64s, length: Int64s) -> Int64s:
-    """Split calls with more than `_MAX_RANGES` ranges or about `STEP` bytes.
+    """Split calls with more than `_MAX_RANGES` ranges, or with more than about `STEP` bytes.
 
     Return the index of each call's first run.
     """

@@ -1,4 +1,4 @@
-"""Copies between GPU pools and host pools of one process, for a tier's stores and fetches.
+"""Copy between GPU pools and host pools of one process, when a tier stores or fetches blocks.
 
 If the host pools are pinned, whole blocks cross the link unchanged and a kernel rearranges them for
 the GPU's pools (`block_staging`). Blocks that move only in part are read or written across the link
@@ -110,7 +110,7 @@ class GpuOffload:
             here, there = buffers[number % 2]
             if not out:
                 if number > 1:
-                    posted[number - 2].wait()  # it still reads this buffer
+                    posted[number - 2].wait()  # this copy still uses the buffer
                 self._by_host(piece, here, out=False)
             runs = stream_runs(piece, self._gpu, there.data_ptr(), out=out)
             posted.append(self._queue.through(runs, here, there, piece_bytes([piece]), out=out))

@@ -1,4 +1,4 @@
-"""Copies of runs between byte buffers of one process, in steps.
+"""Copy runs between byte buffers of one process, in steps.
 
 Short runs of one length are copied as numpy elements of that width, which may start at any byte of
 a buffer, so one call copies thousands. Long runs are copied one by one at the speed of memcpy. The
@@ -26,7 +26,7 @@ STEP = 16 << 20
 """The approximate number of bytes that one step copies."""
 
 _SHORT = 8 << 10
-"""Runs of up to this many bytes are copied together; longer ones are faster one by one."""
+"""Runs of up to this many bytes are copied together. Longer runs are faster one by one."""
 _SHORT_PACKED = 16 << 10
 """The same limit for runs that are contiguous in one of the buffers."""
 _FEW = 4
@@ -277,8 +277,8 @@ def split_runs(
 def rank_pools(plan: Plan, rank: int, given: Mapping[int, Any]) -> dict[int, Bytes]:
     """Return the pools of a rank as byte arrays, by pool index.
 
-    `given` holds `Memory` on the host, numpy arrays or CPU tensors. Raise `out_of_bounds` if a pool
-    is missing, too small, not contiguous or not in host memory.
+    `given` maps pool indices to `Memory` on the host, numpy arrays or CPU tensors. Raise
+    `out_of_bounds` if a pool is missing, too small, not contiguous or not in host memory.
     """
     pools = {}
     for index, pool in plan.rank_pools(rank).items():
@@ -316,7 +316,7 @@ def _no_access(index: int, nbytes: int, given: Mapping[int, Any], held: int | No
         Code.OUT_OF_BOUNDS,
         f"Pool {index} must have {nbytes:,} bytes that this process can access",
         got=got,
-        hint="Pass all pools of the rank by index, or carry= for memory elsewhere",
+        hint="Pass all pools of the rank by index, or a function that copies them as carry=",
     )
 
 

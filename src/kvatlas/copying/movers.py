@@ -30,7 +30,7 @@ Count = Callable[[str, int], None]
 
 
 class PoolMover(ABC):
-    """Moves bytes between the pools of this node and buffers that hold pieces of a stream.
+    """Moves bytes between the pools of this node and buffers that contain pieces of a stream.
 
     `stream` is a numpy array on the host, or a tensor on the GPU of the pools.
     """
@@ -45,7 +45,7 @@ class PoolMover(ABC):
 
     @abstractmethod
     def rehearsal(self, copies: Sequence[Copy], stream: Any, nbytes: int) -> Callable[[], None]:
-        """Return a function that scatters `stream` into scratch memory, so that it can be timed.
+        """Return a function that scatters `stream` into scratch memory, to measure its duration.
 
         The scratch memory has `nbytes` bytes and replaces pool 0.
         """

@@ -1,4 +1,4 @@
-"""Copies of runs at regular strides in both buffers, as strided numpy copies.
+"""Copy runs at regular strides in both buffers with strided numpy copies.
 
 If the two ends of a route have different layouts, there are many short runs, and looking up the
 start of each takes longer than copying it. But the strides of heads, layers and tokens are
@@ -25,9 +25,10 @@ _FEW_CALLS = 64
 _WORTH_A_CALL = 16
 """Strided copies of at least this many runs each are worthwhile, however many there are."""
 _ELEMENT, _WORD = 1 << 10, 256
-"""Runs of up to `_ELEMENT` bytes are one numpy element; longer ones, elements of up to `_WORD`.
+"""A run of up to `_ELEMENT` bytes is copied as one numpy element.
 
-numpy releases the interpreter lock while it copies many elements.
+A longer run is copied as elements of up to `_WORD` bytes, because numpy releases the interpreter
+lock while it copies many elements.
 """
 
 

@@ -1,4 +1,4 @@
-"""Checks that the runs of copies are inside their regions, before anything is posted."""
+"""Check that the runs of copies are inside their regions before anything is posted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvatlas.routing import Copy
 
 
 class SizedRegion(Protocol):
-    """A memory region, of which the check needs only the size."""
+    """A memory region. The check needs only its size."""
 
     @property
     def nbytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Checks that runs are inside byte buffers of this process, before any byte is copied.
+"""Check that runs are inside byte buffers of this process before any byte is copied.
 
 A copy by address writes to any address it is given, and a negative index wraps around to the end of
 its buffer. Public functions therefore check their runs. Runs that come from a route are already

@@ -23,7 +23,7 @@ from kvatlas.routing.block_tables import checked_rank
 from kvatlas.routing.converted_stream import ConvertedPart
 
 AnyStream = Stream | ConvertedStream
-"""A stream of unchanged bytes, or one that either end converts."""
+"""A stream of unchanged bytes, or a stream that the source or the destination converts."""
 
 MoveRuns = Callable[[Sequence[Copy], Any], object]
 """Gathers the runs of the given copies into a buffer, or scatters a buffer into them."""

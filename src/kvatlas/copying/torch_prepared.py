@@ -32,9 +32,9 @@ MOST_IDS = 1 << 14
 _WRITTEN_AT_ONCE = 500
 """The maximum number of block ids per numpy assignment: for more, numpy releases the GIL."""
 _LOOKS = 64
-"""Every this many polls, one queries the driver instead of reading the completion word.
+"""One in this many polls queries the driver; the others read the completion word.
 
-Only the driver reports a failed device.
+The word is faster to read, but only the driver reports a failed device.
 """
 
 
@@ -57,7 +57,7 @@ class LaunchDriver(Protocol):
         """Wait for the work before the last recording of an event."""
 
     def finished(self, device: int, event: int) -> bool:
-        """Whether the last recorded work of an event has completed."""
+        """Whether the work before the last recording of an event has completed."""
 
     def record(self, event: int, stream: int) -> None:
         """Record an event on a stream."""
@@ -176,7 +176,7 @@ class GroupIds(NamedTuple):
     def pieces(self, ids: Int64s) -> Iterator[_Piece]:
         """Yield (end, group, slice of the group's block table, part of `ids` to write it to).
 
-        `end` is 0 for source ids, 1 for destination ids. One call writes each such piece.
+        `end` is 0 for source ids, 1 for destination ids. Each piece is written by one assignment.
         """
         mine = self.among(ids)
         for first in range(0, self.blocks, _WRITTEN_AT_ONCE):
@@ -185,11 +185,11 @@ class GroupIds(NamedTuple):
 
 
 _Piece = tuple[int, int, slice, Int64s]
-"""An end, a group, a slice of the group's block table, and the memory it is written to."""
+"""(0 for source or 1 for destination, group, slice of its block table, memory to write it to)."""
 
 
 class _TableLaunches:
-    """Launches that read block ids from one `RequestTable`, for requests of one shape."""
+    """Launches for requests of one shape, which read their block ids from one `RequestTable`."""
 
     def __init__(self, copies: list[Any], pieces: list[_Piece]) -> None:
         self.copies, self.pieces = copies, pieces
@@ -198,7 +198,7 @@ class _TableLaunches:
 
 
 class TorchPreparedRuns(PreparedRuns):
-    """The prepared launches for one shape, on one queue. Any thread may use them."""
+    """The launches on one queue for requests that differ only in ids. Any thread may use them."""
 
     def __init__(self, queue: LaunchQueue, patterns: Sequence[AddressPattern]) -> None:
         """Prepare launches that copy `patterns` on `queue`; `fits(patterns)` must be true."""
@@ -207,7 +207,7 @@ class TorchPreparedRuns(PreparedRuns):
         self._patterns, self._groups = patterns, group_ids(patterns)
         first = self._tables.all[0]
         self._made = {first: self._make(first)}
-        """Launches by table. The others are made on first use: most copies use the first table."""
+        """Launches by table. Most copies use the first table; other launches are made on demand."""
         self._launched = 0
 
     def post(self, source: Tables, destination: Tables) -> Posted | None:

@@ -32,7 +32,7 @@ from kvatlas.specs.cell_formats import ElementCast
 _KEPT_STARTS = 256
 """The maximum number of start tables that a queue keeps on its device."""
 _SLOTS = 32
-"""The maximum number of span tables in reused memory."""
+"""The number of memory slots that a queue reuses for span tables."""
 _SLOT_BYTES = 64 << 10
 """The size of a slot for a span table. Larger tables get separate memory."""
 
@@ -42,7 +42,7 @@ class QueueDriver(LaunchDriver, Protocol):
 
     @property
     def streams(self) -> StreamStock:
-        """Streams that torch does not hand out."""
+        """Streams for copies and marks only. torch does not hand them out for other work."""
 
     def upload(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Copy from pinned memory in stream order."""
@@ -115,7 +115,10 @@ class TorchQueue(DeviceQueue):
         return can_convert(cast, self._device)
 
     def prepare(self, patterns: Sequence[AddressPattern]) -> PreparedRuns | None:
-        """Prepare launches for requests of one shape; None if they have too many block ids."""
+        """Prepare launches for requests that differ only in block ids.
+
+        Return None if a request has too many block ids.
+        """
         with self._posting():
             return TorchPreparedRuns(self, patterns) if fits(patterns) else None
 
@@ -308,7 +311,7 @@ class _KeptStarts(NamedTuple):
     """Starts (pairs of a source and a target offset) in device memory, and their scales."""
 
     starts: tuple[Int64s, Int64s]
-    """Kept alive so that its `id` is not reused."""
+    """The arrays that were uploaded. They are kept alive so that their `id` is not reused."""
     placed: Any
     scales: dict[ElementCast, Any]
 

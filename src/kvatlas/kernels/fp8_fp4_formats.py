@@ -73,7 +73,7 @@ def from_nvfp4(
 ) -> torch.Tensor:
     """Decode nvfp4 rows of `count` elements to float32.
 
-    `steps` holds one e4m3 scale per 16 elements, and `scale` is the per-tensor scale.
+    `steps` contains one e4m3 scale per 16 elements, and `scale` is the per-tensor scale.
     """
     values = bits.split(bits.from_e2m1(bits.unpack(data, 4, count)), -1, 16)
     return (values * (steps.float() * scale).unsqueeze(-1)).flatten(-2)

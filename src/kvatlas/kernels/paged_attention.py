@@ -64,7 +64,7 @@ def attend(
 ) -> torch.Tensor:
     """Compute attention of `q` [tokens, query heads, D] over each sequence's cache.
 
-    `tables` [sequences, blocks] holds block ids and `lengths` the number of cached tokens. The
+    `tables` [sequences, blocks] contains block ids and `lengths` the number of cached tokens. The
     queries of a sequence are its last tokens. Pass either `queries`, their number per sequence, or
     `starts` [sequences + 1], the rows of `q` where sequences begin and end. Table entries past a
     sequence's length may have any value, and a sequence of length 0 produces zeros. Logits are
@@ -139,7 +139,7 @@ def attend_latent(
 def _check_queries(q: torch.Tensor, heads: int, dim: int) -> None:
     if q.dim() != 3 or q.shape[2] != dim or not q.shape[1] or q.shape[1] % heads:
         problem = f"`q` must be [tokens, query heads, {dim}], with a multiple of {heads} heads"
-        hint = "Pass the query heads that this rank holds"
+        hint = "Pass the query heads of this rank"
         raise AtlasError(Code.BAD_TENSOR, problem, got=f"shape {tuple(q.shape)}", hint=hint)
 
 
@@ -165,7 +165,7 @@ def _attend(
 
 
 def _read_together(batch: list[_Sequence]) -> Iterator[list[_Sequence]]:
-    """Yield lists of sequences whose rows are read at once: several short ones, or one long one."""
+    """Yield lists of sequences that are read at once: several short sequences, or a long one."""
     group: list[_Sequence] = []
     taken = 0
     for sequence in batch:
@@ -278,16 +278,16 @@ def _edges(q: torch.Tensor, queries: torch.Tensor | None, starts: torch.Tensor |
 def _bad_edges(given: list[int], rows: int, queries: bool, starts: bool) -> AtlasError:
     """Return the error for `queries` or `starts` that do not match `q`.
 
-    `given` holds their values, `rows` is the length of `q`, and `queries` and `starts` are true if
+    `given` are their values, `rows` is the length of `q`, and `queries` and `starts` are true if
     the caller passed them.
     """
     if queries == starts:
         problem, got = "Exactly one of `queries` and `starts` is required", "neither"
-        return _bad_batch(problem, "both" if queries else got, "Pass one of them")
+        return _bad_batch(problem, "both" if queries else got, "Pass `queries` or `starts`")
     if queries:
-        problem = f"The sum of `queries` must be the {rows} rows of `q`"
+        problem = f"The sum of `queries` must be {rows}, the number of rows of `q`"
         return _bad_batch(problem, f"a sum of {sum(given)}", "Pass all rows of the batch as `q`")
-    problem = f"`starts` must be rows of `q`, from 0 to {rows}"
+    problem = f"`starts` must be row numbers of `q`, from 0 to {rows}"
     got = f"{given[0]}..{given[-1]}" if given else "no starts"
     return _bad_batch(problem, got, "Pass the cumulative query counts, beginning with 0")
 

@@ -99,7 +99,7 @@ def _ids_by_part(
     shared = ids if isinstance(ids, torch.Tensor) else None
     by_part = list(ids) if shared is None else [shared] * len(parts)
     if len(by_part) != len(parts) or len({len(blocks) for blocks in by_part}) > 1:
-        problem = f"`ids` must hold {len(parts)} tensors of equal length, one for each part"
+        problem = f"`ids` must contain {len(parts)} tensors of equal length, one for each part"
         got = f"{len(by_part)} tensors of lengths {[len(blocks) for blocks in by_part]}"
         hint = "Pass one block id per sequence for each part"
         raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)

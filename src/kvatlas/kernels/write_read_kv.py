@@ -42,7 +42,7 @@ def write(
     for name, rows, dim in (("k", k, spec.head_dim), ("v", v, spec.v_dim or spec.head_dim)):
         if rows.shape[1:] != (heads, dim):
             problem = f"`{name}` must be of shape [tokens, {heads}, {dim}]"
-            hint = "Pass the heads that this rank holds"
+            hint = "Pass the heads of this rank"
             raise AtlasError(Code.BAD_TENSOR, problem, got=f"shape {tuple(rows.shape)}", hint=hint)
     slots, k, v = kept_slots(slots, k, v)
     where = find_slots(layer, slots)

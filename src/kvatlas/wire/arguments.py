@@ -1,4 +1,4 @@
-"""Checks of the arguments of nodes and sessions, before anything is sent to a peer."""
+"""Check the arguments of nodes and sessions before anything is sent to a peer."""
 
 from __future__ import annotations
 
@@ -57,16 +57,18 @@ identity=CacheIdentity(weights=...), or check_identity=False to exchange caches 
 
 
 def check_new_request(request: Any, known: Mapping[str, object]) -> None:
-    """Raise `twice` if the request is already offered or expected, that is, in `known`."""
+    """Raise `twice` if `known` (the offered and expected requests) contains the request."""
     check_request_name(request)
     if request in known:
         problem = "The request is already offered or expected"
-        hint = "Withdraw the offer or forget the request first, or use another name"
+        hint = "Withdraw the offer or forget the request first, or use another request name"
         raise AtlasError(Code.TWICE, problem, got=f"request {request!r}", hint=hint)
 
 
 def text_list(given: Iterable[str], what: str) -> tuple[str, ...]:
-    """Return the unique strings of a list. Raise `bad_config` for a single string.
+    """Return a list of strings as a tuple without duplicates.
+
+    Raise `bad_config` if a single string is passed instead of a list.
 
     `what` names the list in the error message.
 
@@ -76,6 +78,6 @@ def text_list(given: Iterable[str], what: str) -> tuple[str, ...]:
     named = None if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
     if named is None or not all(isinstance(one, str) for one in named):
         problem = f"The {what} must be a list of strings"
-        hint = "Pass a list of strings, even for one"
+        hint = "Pass a list, even if it contains a single string"
         raise AtlasError(Code.BAD_CONFIG, problem, got=repr(given)[:100], hint=hint)
     return tuple(dict.fromkeys(named))

@@ -47,7 +47,7 @@ class BlockClaim:
     use: Use
     request: str
     blocks: Mapping[int, Int64s]
-    """Block ids by pool."""
+    """The claimed block ids, by pool index."""
 
     @property
     def shared(self) -> bool:
@@ -83,12 +83,17 @@ class BlockLedger:
         pools = plan.rank_pools(rank)
         self._pool_of = [group.pool for group in plan.groups]
         self._state = {index: np.zeros(pool.blocks, np.int64) for index, pool in pools.items()}
-        """For each block: 0 if free, the generation of an exclusive claim, or -1 per reader."""
+        """For each pool, one number per block.
+
+        The number is 0 for a free block, -n for a block with n shared claims, and the claim's
+        generation for a block with an exclusive claim.
+        """
         self._claims: dict[int, BlockClaim] = {}
         self._unmarked: BlockClaim | None = None
-        """The first claim, if it is the only one. It is entered in `_state` with the second one.
+        """The only claim, while there is exactly one.
 
-        So a pull into an idle node need not mark its blocks.
+        `_state` does not contain it until there is a second claim, so a pull into an idle node need
+        not mark its blocks.
         """
         self._generation = 0
         self._lock = threading.Lock()
@@ -98,7 +103,10 @@ class BlockLedger:
         return len(self._claims)
 
     def by_pool(self, tables: Mapping[int, Int64s]) -> dict[int, Int64s]:
-        """Return the block ids of the groups' block tables, by pool index, without negative ids."""
+        """Return the block ids of the groups' block tables, by pool index.
+
+        Negative ids are left out.
+        """
         ids: dict[int, list[Int64s]] = {}
         for group, table in tables.items():
             ids.setdefault(self._pool_of[group], []).append(table[table >= 0])
@@ -165,13 +173,13 @@ class BlockLedger:
                 raise self._in_use(pool, ids[taken])
 
     def _existing(self, pool: int, ids: Int64s) -> Int64s:
-        """Return the block ids that exist in the pool. Routes raise an error for others later."""
+        """Return the ids that are in the pool's range. Routes report the other ids later."""
         if len(ids) and (ids.min() < 0 or ids.max() >= len(self._state[pool])):
             return ids[(ids >= 0) & (ids < len(self._state[pool]))]
         return ids
 
     def _in_use(self, pool: int, ids: Int64s) -> AtlasError:
-        """Return the error for blocks in use. It names the oldest claim on one of them."""
+        """Return the error for blocks in use. It names the oldest claim on any of these blocks."""
         none = np.zeros(0, np.int64)
         for owner in self._claims.values():
             same = ids[np.isin(ids, owner.blocks.get(pool, none))]

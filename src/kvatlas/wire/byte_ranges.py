@@ -18,9 +18,9 @@ from kvatlas.routing import Copy, Stream
 from kvatlas.routing.binding import Starts
 
 _MOST_RANGES = 1 << 19
-"""The approximate maximum number of ranges for one part of a stream, which take 8 MB.
+"""The approximate maximum number of ranges per `Copy` of a stream. They take 8 MB.
 
-Above it, neighbouring runs of a block are joined, including the gaps between them. Such a gap
+If there are more, neighbouring runs of a block are joined, including the gaps between them. A gap
 belongs to the same block, and so to the same request.
 """
 
@@ -40,7 +40,7 @@ class ByteRanges(NamedTuple):
 
     @classmethod
     def of(cls, starts: Int64s, stops: Int64s, gap: int = 0) -> ByteRanges:
-        """Return the ranges, sorted. Ranges with at most `gap` bytes between them are joined."""
+        """Sort ranges, and join those with at most `gap` bytes between them."""
         order = np.argsort(starts, kind="stable")
         starts, stops = starts[order], np.maximum.accumulate(stops[order])
         first = np.flatnonzero(np.append(True, starts[1:] - stops[:-1] > gap))
@@ -73,8 +73,8 @@ class ByteRanges(NamedTuple):
 def source_ranges(stream: AnyStream) -> dict[int, ByteRanges]:
     """Return the byte ranges that a transfer reads from the source's pools, by pool index.
 
-    Empty for a transfer that converts the format: over transports that check ranges, the source
-    gathers the bytes into staging buffers, so the peer reads no pool.
+    The result is empty for a transfer that converts the format. Over transports that check ranges,
+    the source then gathers the bytes into staging buffers, so the peer does not read pools.
     """
     found: defaultdict[int, list[ByteRanges]] = defaultdict(list)
     if isinstance(stream, Stream):

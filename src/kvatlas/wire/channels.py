@@ -1,4 +1,6 @@
-"""The client end of the side channel: connections to peers, kept open for the next question.
+"""The client end of the side channel, over which nodes exchange control messages.
+
+Connections to peers stay open for the next question.
 
 A connection carries one question at a time, so an answer always belongs to the question before it.
 A connection whose question timed out is closed. When a peer dies, its connections end, so the loss
@@ -36,7 +38,7 @@ _CHECK_SECONDS = 0.05
 _REPEATABLE = (
     protocol.Hello, protocol.Renew, protocol.Gather, protocol.GetChecksums, protocol.Announce
 )  # fmt: skip
-"""Questions between nodes that are idempotent: a repeated one does no harm."""
+"""Idempotent questions between nodes, which may be sent twice."""
 
 
 @dataclass
@@ -45,13 +47,13 @@ class _Pool:
 
     idle: list[Connection] = field(default_factory=list)
     turns: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(_PER_ENDPOINT))
-    """Acquired by each question, so that there are not too many connections."""
+    """Limits the number of connections. A question acquires it while it uses a connection."""
     lost: int = 0
-    """How many connections the peer has ended so far."""
+    """The number of connections that the peer has ended so far."""
     choice: int = 0
     """The index of the secret that the peer accepted last."""
     names: frozenset[str] | None = None
-    """The names that the peer has proved; None if it may call itself by any name."""
+    """The node names that the peer's key proves; None if the peer may use any name."""
 
 
 class Channels:
@@ -94,7 +96,7 @@ class Channels:
             answer = self._answer(endpoint, payload, deadline, check, repeatable=repeatable)
             if not isinstance(answer, protocol.Refusal):
                 return answer
-            pause = answer.retry * random.uniform(1.0, 1.5)  # noqa: S311  # not all at once
+            pause = answer.retry * random.uniform(1.0, 1.5)  # noqa: S311  # peers retry at different times
             if answer.code != Code.BUSY or time.monotonic() + pause >= deadline:
                 encoding.raise_refusal(answer)
             time.sleep(pause)
@@ -111,12 +113,12 @@ class Channels:
             return pool.lost
 
     def has_idle(self, endpoint: str) -> bool:
-        """Whether an idle connection to the endpoint is open. It ends if the peer exits."""
+        """Whether an idle connection is open. It would have ended if the peer had exited."""
         with self._lock:
             return bool(self._pools[endpoint].idle)
 
     def proved_names(self, endpoint: str) -> frozenset[str] | None:
-        """Return the node names that the peer has proved by its key; None if any is allowed."""
+        """Return the node names that the peer's key proves; None if it may use any name."""
         with self._lock:
             return self._pools[endpoint].names
 
@@ -127,7 +129,7 @@ class Channels:
                 self._drop_ended(pool)
 
     def close(self) -> None:
-        """Stop asking questions. Connections close now, or after the answer that they wait for.
+        """Stop asking questions. Idle connections close now, others after their next answer.
 
         A call in a forked child has no effect.
         """
@@ -153,7 +155,8 @@ class Channels:
     ) -> Any:
         """Send a question, and return its answer.
 
-        A repeatable question is sent once more if the peer had closed the kept connection.
+        If the peer had closed an idle connection, a repeatable question is sent again over a new
+        connection.
         """
         for last in (not repeatable, True):
             connection, kept = self._take(endpoint, deadline)
@@ -161,7 +164,7 @@ class Channels:
             try:
                 connection.send(payload, deadline)
                 answer = encoding.decode(connection.receive(deadline, check), self._answers)
-                usable = True  # if the peer closes it now, `_drop_ended` counts it as lost
+                usable = True  # if the peer closes it later, `_drop_ended` counts it as lost
                 return answer
             except TimeoutError:
                 raise no_answer(endpoint) from None
@@ -176,7 +179,7 @@ class Channels:
         raise AssertionError  # the second turn returns or raises
 
     def _take(self, endpoint: str, deadline: float) -> tuple[Connection, bool]:
-        """Return a connection for one question, and whether it was used before, as a tuple."""
+        """Return (connection for one question, whether it was used before)."""
         with self._lock:
             pool = self._pools[endpoint]
         if not pool.turns.acquire(timeout=max(0.0, deadline - time.monotonic())):

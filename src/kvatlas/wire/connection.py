@@ -1,7 +1,7 @@
 """One connection of the side channel: frames over a TCP socket, each within a deadline.
 
-A frame is a length of 4 bytes and that many bytes of a message. Nothing is allocated for what a
-length claims, only for what arrives.
+A frame is a 4-byte length, followed by a message of that many bytes. Nothing is allocated for what
+a length claims, only for what arrives.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ _FINISH_SECONDS = 0.5
 _CHECK_SECONDS = 0.05
 """Seconds between two calls of `check` while a frame is awaited."""
 _WAIT_SECONDS = 2.0
-"""Seconds of one wait for the socket. Longer waits are repeated, since a new timeout costs."""
+"""The maximum timeout of the socket in seconds. A longer wait is split into several.
+
+Most waits therefore use the same timeout. Changing it takes a system call.
+"""
 _CHUNK = 1 << 16
 _LENGTH = struct.Struct(">I")
 _TLS_RECORDS = b"\x15\x16"
-"""The first bytes of a TLS peer's data: an alert or a handshake."""
+"""The possible first bytes from a peer that uses TLS: an alert or a handshake."""
 _ZEROMQ = 0xFF
-"""The first byte of the data of a peer with protocol version 1."""
+"""The first byte from a peer with protocol version 1, which used ZeroMQ."""
 
 
 class Connection:
@@ -91,7 +94,7 @@ class Connection:
     def quiet(self) -> bool:
         """Whether no unread data has arrived and the peer has not closed the connection."""
         inside = self._socket.pending() if isinstance(self._socket, ssl.SSLSocket) else 0
-        poll = select.poll()  # a new one, because several threads may look at once
+        poll = select.poll()  # not shared, because several threads may call this at once
         poll.register(self._socket.fileno(), select.POLLIN)
         return not self._arrived and not inside and not poll.poll(0)
 
@@ -184,7 +187,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def endpoint_host(endpoint: str) -> str:
-    """Return the host name of an endpoint; empty for a socket on this host.
+    """Return the host name of an endpoint, or an empty string for a `unix://` endpoint.
 
     >>> endpoint_host("tcp://node-1:5555"), endpoint_host("unix:///tmp/node")
     ('node-1', '')
@@ -193,7 +196,7 @@ def endpoint_host(endpoint: str) -> str:
 
 
 def open_to_strangers(got: str) -> AtlasError:
-    """The error for an endpoint that would accept connections from any host."""
+    """Return the error for an endpoint that would accept connections from any host."""
     hint = "Pass the same secret= to all nodes, or unprotected=True on a trusted network"
     return AtlasError(Code.UNPROTECTED, got=f"{got} and no secret", hint=hint)
 

@@ -1,4 +1,4 @@
-"""The encoding of messages and errors, and what a peer of another protocol version may send.
+"""Encode and decode messages and errors, also those of peers with another protocol version.
 
 The hello and the welcome of a newer version may contain unknown fields. All other messages must
 match the types of this version exactly. A node sends an error to the peer whose request failed, and
@@ -46,7 +46,10 @@ _NEWER: dict[Any, tuple[type, type]] = {
     Question: (_HelloVersions, NewerHello),
     Answer: (_WelcomeVersions, NewerWelcome),
 }
-"""For each union: the messages of newer versions, first decoded as far as their versions."""
+"""For each union: (the type that decodes the protocol versions only, the type for newer versions).
+
+A message is decoded as the first type, and as the second if its sender is newer.
+"""
 
 
 def encode(message: Message) -> bytes:
@@ -85,7 +88,7 @@ Run the same version of kvatlas at both ends. [bad_handshake]
 
 
 def _newer(payload: bytes, kind: Any) -> Any:
-    """Decode the hello or welcome of a newer version; None for anything else."""
+    """Return the hello or welcome of a newer version, or None for any other payload."""
     if kind not in _NEWER:
         return None
     outline, newer = _NEWER[kind]
@@ -105,7 +108,7 @@ def _readable(payload: bytes, kind: type) -> Any:
 
 @cache
 def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    """Return the decoder of a type. Making one for a union takes ten times as long as decoding."""
+    """Return the decoder of a type; cached, because making a decoder takes longer than decoding."""
     return msgspec.msgpack.Decoder(kind)
 
 
@@ -117,7 +120,7 @@ def check_versions(version: int, oldest: int | None) -> None:
 
 
 def unlike_versions(version: int, oldest: int) -> AtlasError:
-    """The error for a peer whose protocol versions are all different from this end's."""
+    """Return the error for a peer that has no protocol version in common with this end."""
     here = f"{protocol.OLDEST_VERSION} to {protocol.VERSION} here"
     got = f"versions {oldest} to {version} at the peer, {here}"
     hint = f"Upgrade kvatlas at the end with version {min(version, protocol.VERSION)}"
@@ -146,6 +149,6 @@ def raise_refusal(refusal: Refusal) -> NoReturn:
     raise AtlasError(code, refusal.problem, got=got, hint=refusal.hint)
 
 
-# msgspec crashes if two threads decode a type for the first time at once, so it is done here.
+# msgspec crashes if two threads decode a type for the first time at once. So this module does it.
 for _kind in (Question, Answer, NewerHello, NewerWelcome, _HelloVersions, _WelcomeVersions):
     _decoder(_kind)

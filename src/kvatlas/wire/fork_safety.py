@@ -5,7 +5,7 @@ inherited connections open, so peers would not notice that the parent has died. 
 therefore recorded here, and a forked child closes them at once. It closes descriptors only: it
 neither shuts a connection down nor ends its TLS session, because the parent still uses both.
 
-The threads of the parent do not exist in the child, and their locks may be held forever. Objects
+The threads of the parent do not exist in the child, so locks that they held stay locked. Objects
 that use sockets or threads record the process that made them, and raise an error in any other
 process.
 """
@@ -26,7 +26,7 @@ S = TypeVar("S", bound=socket.socket)
 T = TypeVar("T")
 
 _sockets: WeakSet[socket.socket] = WeakSet()
-"""The sockets to close. There is no lock, because another thread could hold it during a fork."""
+"""The sockets to close. No lock guards them, because a thread could hold it during a fork."""
 _kept: WeakSet[object] = WeakSet()
 """Objects of libraries that must not be destroyed in a forked child."""
 _forks = 0
@@ -34,7 +34,7 @@ _forks = 0
 
 
 def close_in_children(made: S) -> S:
-    """Close a socket in processes that are forked from this one. Return the socket.
+    """Close a socket in forked children of this process. Return the socket.
 
     A socket that is wrapped for TLS is a new socket, which must be recorded as well.
     """
@@ -55,7 +55,7 @@ def fresh_in_children(lock: threading.Lock) -> threading.Lock:
 def keep_in_children(made: T) -> T:
     """Keep forked children from destroying the object `made`. Return `made`.
 
-    For libraries whose clean-up in a child would change what the parent still uses. UCX, for one,
+    Use this for libraries whose clean-up in a child would affect the parent. For example, UCX
     removes the parent's sockets from an epoll instance that both processes share.
     """
     _kept.add(made)
@@ -63,7 +63,7 @@ def keep_in_children(made: T) -> T:
 
 
 class OwningProcess:
-    """The process that made an object: a forked child of it must not use the object.
+    """Records the process that made an object, which a forked child must not use.
 
     >>> process = OwningProcess("node")
     >>> process.check()
@@ -76,7 +76,7 @@ class OwningProcess:
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a forked child of the one that made the object."""
+        """Whether this process is a forked child of the process that made the object."""
         return self._made_at != _forks
 
     def check(self) -> None:
@@ -84,7 +84,7 @@ class OwningProcess:
         if self._made_at != _forks:
             raise AtlasError(
                 Code.WIRE_FAILED,
-                f"The {self._what} belongs to the process that this one was forked from",
+                f"The {self._what} was created before this process was forked",
                 got="a call in a forked child",
                 hint=f"Create a new {self._what} in the child, or start processes with "
                 'multiprocessing.get_context("spawn")',
@@ -92,7 +92,7 @@ class OwningProcess:
 
 
 def _after_fork_in_child() -> None:
-    """Close the sockets of the parent. Takes no lock: a thread of the parent may hold it."""
+    """Close the sockets of the parent without a lock, which a thread of the parent may hold."""
     for kept in list(_kept):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # a reference that nothing drops
     global _forks

@@ -1,4 +1,4 @@
-"""Checks of a peer's hello: its plan, memory and identity, before anything else uses them."""
+"""Check the plan, memory and identity in a peer's hello before anything else uses them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvatlas.wire.encoding import check_versions
 from kvatlas.wire.protocol import VERSION, ConversionTerms, Hello, bad_handshake
 
 ALIGNMENT = 8
-"""The required alignment of pool addresses in bytes: no element of any dtype is larger."""
+"""The required alignment of pool addresses in bytes, which is the size of the largest dtype."""
 
 _MAX_RANKS = 1024
 _MAX_PAGES = 1 << 14
@@ -34,7 +34,7 @@ _MAX_PLANS = 64
 
 @dataclass(frozen=True)
 class Peer:
-    """Another process, as described by its hello and checked against its plan."""
+    """Another node, as described by a hello that has passed the checks."""
 
     name: str
     incarnation: bytes
@@ -47,11 +47,14 @@ class Peer:
     identity: CacheIdentity | None = None
     version: int = VERSION
     names: frozenset[str] | None = None
-    """The names that its connection has proved; None if it may call itself by any name."""
+    """The node names that the peer's key proves; None if the peer may use any name."""
 
 
 class PeerPlans:
-    """A cache of peers' plans by hash, so that each is sent only once. The oldest are dropped."""
+    """A cache of peers' plans by hash, so that a peer sends its plan only once.
+
+    If the cache is full, the oldest plan is dropped.
+    """
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, Plan] = OrderedDict()
@@ -89,7 +92,7 @@ class _PlanOutline(msgspec.Struct):
     pp: int = 1
 
 
-# msgspec crashes if two threads decode a type for the first time at once, so it is done here.
+# msgspec crashes if two threads decode a type for the first time at once. So this module does it.
 msgspec.json.Decoder(_PlanOutline)
 
 
@@ -135,11 +138,11 @@ def checked_peer(
 ) -> Peer:
     """Return the peer that a hello describes, or raise an error.
 
-    `names` are the node names that the peer has proved by its key; None if it may use any.
+    `names` are the node names that the peer's key proves; None if the peer may use any name.
     """
     if hello.transport != transport:
         raise bad_handshake(
-            f"{transport!r}, and {hello.transport!r} at node {hello.name!r}",
+            f"{transport!r}, but {hello.transport!r} at node {hello.name!r}",
             "The two ends use different transports",
             "Use the same transport in both nodes",
         )
@@ -189,9 +192,9 @@ both ends, or pass check_identity=False at both. [different_identity]
     if mine == theirs:
         return
     if mine is None:
-        got = f"no identity at node {nodes[0]!r} and one at {nodes[1]!r}"
+        got = f"no identity at node {nodes[0]!r}, but an identity at {nodes[1]!r}"
     elif theirs is None:
-        got = f"weights {mine.weights!r} at node {nodes[0]!r} and no identity at {nodes[1]!r}"
+        got = f"weights {mine.weights!r} at node {nodes[0]!r}, but no identity at {nodes[1]!r}"
     else:
         got = f"{mine.differences(theirs)} (nodes {nodes[0]!r} and {nodes[1]!r})"
     hint = "Serve the same checkpoint at both ends, or pass check_identity=False at both"

@@ -1,4 +1,4 @@
-"""Leases: which peers may read which bytes, and until when."""
+"""Leases, which allow a peer to read the blocks of a request for a limited time."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _BUSY_SECONDS = 0.25
 """Seconds after which a peer with too many leases may ask again."""
 
 _FINISHING = 0.05
-"""Seconds that a send may take to end by itself when its lease ends."""
+"""Seconds that a send in progress may continue after its lease has ended."""
 
 _NONE = 0, 0
 
 PeerKey = tuple[str, str]
-"""A peer as quotas count it: its host, certificate or process, and its name."""
+"""The key of a peer in quotas: (its host, certificate or process, its node name)."""
 
 
 def session_id(key: bytes) -> bytes:
@@ -59,16 +59,16 @@ class Lease:
     session: bytes
     request: str
     complete: bool
-    """Whether it covers everything that is offered, in every layer."""
+    """Whether the lease covers all tokens and all layers of the offer."""
     stream: AnyStream
     entries: int
-    """The number of block table entries that it keeps."""
+    """The number of block table entries in the lease."""
     expires: float
     peer: PeerKey = ("", "")
     names: frozenset[str] | None = None
-    """The names that the peer has proved; None if it may call itself by any name."""
+    """The node names that the peer's key proves; None if the peer may use any name."""
     part_of: Offer | None = None
-    """The offer that it was granted for. A later offer may have the same name."""
+    """The offer that the lease was granted for. A later offer may have the same name."""
     loan: Loan | None = None
     """Staging buffers of this process that are lent to the lease."""
     borrowing: bool = False
@@ -79,14 +79,17 @@ class Lease:
     moved_at: float = field(default_factory=time.monotonic)
     """When the lease last made progress: new bytes were gathered or checked."""
     reclaimed: bool = False
-    """Whether the buffers were given to another peer."""
+    """Whether the lease's staging buffers were given to another peer."""
     staged: bool = False
-    """Whether any piece was gathered into the buffers."""
+    """Whether any bytes were gathered into the staging buffers."""
     gathered: int = 0
-    """Leading bytes of a pulled stream that this process has gathered for the reader."""
+    """How many leading bytes of the stream this process has gathered for the reader."""
     over: bool = False
     guard: threading.Lock = field(default_factory=threading.Lock)
-    """Held while this process accesses blocks or buffers for the lease, which cannot end then."""
+    """Locked while this process accesses blocks or buffers for the lease.
+
+    The lease cannot end while the lock is held.
+    """
     _sends: dict[object, Callable[[], None]] = field(default_factory=dict)
     """For each send of a transport in progress, the function that ends its connection."""
     _sends_changed: threading.Condition = field(default_factory=threading.Condition)
@@ -138,7 +141,7 @@ class Lease:
 
     @contextmanager
     def reading(self, asked: AskedRead) -> Iterator[None]:
-        """Allow the peer to read the bytes it asks for during the context, or raise an error."""
+        """Allow a read during the `with` block. Raise an error if the lease does not cover it."""
         same_session = hmac.compare_digest(asked.session, session_id(self.session))
         if not same_session or (self.names is not None and asked.names != self.names):
             raise lease_expired()
@@ -147,7 +150,7 @@ class Lease:
             self.check()
             self._sends[send] = asked.hang_up
         try:
-            # Recorded before the check: if the buffers are reclaimed now, that waits for this send.
+            # Recorded before the check, so that whoever reclaims the buffers waits for this send.
             self._check_covered(asked)
             yield
         finally:
@@ -172,7 +175,7 @@ class Lease:
         return source_ranges(self.stream)
 
     def _readable(self, region: int) -> ByteRanges | None:
-        """Return which byte ranges of a memory region the peer may read, or None."""
+        """Return the byte ranges of a memory region that the peer may read; None if it has none."""
         if region != STAGING:
             return self._stream_ranges.get(region)
         if self.reclaimed:
@@ -215,15 +218,15 @@ def buffers_reclaimed() -> AtlasError:
 class Leases:
     """All leases of a process. Any thread may use them.
 
-    Locks are taken in one order: a lease's guard, then the node's lock, then those of leases,
-    sessions, routes and staging buffers. No other lock is taken under the last group. Waiting for a
-    peer, binding and compiling never happen under any of these locks; copies run under a guard.
+    Locks are taken in this order: a lease's guard, then the node's lock, then one lock of the last
+    group, which are the locks of leases, sessions, routes and staging buffers. Copies run while a
+    guard is held. No thread waits for a peer, binds or compiles while it holds one of these locks.
     """
 
     def __init__(self, ended: Callable[[Lease], None]) -> None:
         self._open: dict[bytes, Lease] = {}
         self._counts: dict[PeerKey | str | None, tuple[int, int]] = {}
-        """Leases and block table entries of each peer, of each host, and of all (None)."""
+        """(Leases, block table entries) of each peer, of each host, and of all peers (key None)."""
         self._ended = ended
         self._lock = threading.Lock()
 
@@ -276,7 +279,7 @@ class Leases:
             count, entries = self._counts.get(whose, _NONE)
             self._counts[whose] = count + step, entries + step * lease.entries
             if not self._counts[whose][0]:
-                del self._counts[whose]  # so that gone peers take no memory
+                del self._counts[whose]  # so that disconnected peers use no memory
 
     def find(self, key: bytes, session: bytes | None = None) -> Lease:
         """Return the open lease with this key, or raise `lease_expired`.
@@ -297,8 +300,8 @@ class Leases:
     def drop(self, lease: Lease) -> None:
         """End a lease. When this returns, no copy and no send is in progress for it.
 
-        Several threads may drop one lease at once: it stays listed until its copy is over, so
-        that each of them waits for the copy.
+        Several threads may drop one lease at once. The lease stays listed until its copy is over,
+        so that each thread waits for the copy.
         """
         lease.over = True
         with lease.guard:

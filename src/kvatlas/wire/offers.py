@@ -13,14 +13,17 @@ from kvatlas.planning import Plan
 from kvatlas.wire.block_ledger import BlockClaim
 
 Released = Callable[[str, str], None]
-"""Called with a request and a reason: `read`, `let_go`, `expired`, `withdrawn` or `closed`."""
+"""Called with a request's name and the reason why its offer ended.
+
+The reason is `read`, `let_go`, `expired`, `withdrawn` or `closed`.
+"""
 
 Destination = tuple[bytes, int]
-"""A rank that reads an offer: the hash of its plan, and its number."""
+"""A rank that reads an offer: (hash of its plan, rank number)."""
 
 
 class WrittenLayers:
-    """The written layers of an offer. Each has a GPU event that follows the layer's kernels."""
+    """The layers of an offer that are written, each with the GPU event after its kernels."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = frozenset(names)
@@ -28,7 +31,7 @@ class WrittenLayers:
         self._changed = threading.Condition()
 
     def add(self, layer: str, mark: int | None) -> None:
-        """Record that a layer's content is valid once the GPU event `mark` completes; None: now."""
+        """Record that a layer is valid once GPU event `mark` completes, or now if it is None."""
         with self._changed:
             problem = ""
             if layer not in self._names:
@@ -42,7 +45,7 @@ class WrittenLayers:
             self._changed.notify_all()
 
     def wait(self, layer: str, timeout: float) -> tuple[bool, int | None]:
-        """Wait up to `timeout` until the layer is added. Return (added, GPU event of the layer)."""
+        """Wait up to `timeout` until the layer is written. Return (written, its GPU event)."""
         with self._changed:
             written = self._changed.wait_for(lambda: layer in self._written, timeout)
             return written, self._written.get(layer)
@@ -59,29 +62,29 @@ class Offer:
     expires: float
     released: Released | None = None
     readers: frozenset[str] | None = None
-    """Names of the nodes that may read it; None for any."""
+    """Names of the nodes that may read the offer; None if any node may."""
     mark: int | None = None
-    """The mark after which the blocks hold their content, if they are on a GPU."""
+    """The GPU event (see `DeviceMarks`) after which the blocks are valid; None on the host."""
     layers: WrittenLayers | None = None
-    """The layers that are written; None if all of them are."""
+    """The layers that are written so far; None if all layers are written."""
     claim: BlockClaim | None = None
     """The claim on the blocks in the node's ledger; None for an offer of a peer."""
     identity: CacheIdentity | None = None
     """The identity of the cache; None if the node compares no identities."""
     read_by: set[Destination] = field(default_factory=set)
-    """Destinations that have finished reading it."""
+    """Ranks that have finished reading the offer."""
     let_go_by: set[Destination] = field(default_factory=set)
-    """Destinations in `read_by` that are not known to have read all of it."""
+    """Ranks in `read_by` that have not confirmed that they read the whole offer."""
 
     def may_be_read_by(self, name: str) -> bool:
         """Whether a node of this name may read the offer."""
         return self.readers is None or name in self.readers
 
     def finished(self, own: Destination, others: set[Destination], *, read: bool) -> str:
-        """Record that destination rank `own` has finished: it `read` everything, or gave it up.
+        """Record that rank `own` has finished. `read` is true if it has read the whole offer.
 
-        Return an empty string if one of `others` has not finished. Otherwise the offer ends: return
-        "read" if all ranks have read it, or "let_go" if one gave it up.
+        Return an empty string if one of the ranks `others` has not finished. Otherwise the offer
+        ends: return "read" if all ranks have read the whole offer, else "let_go".
         """
         if read:
             self.let_go_by.discard(own)
@@ -95,7 +98,7 @@ class Offer:
     def check_asked(self, tokens: tuple[int, int], told: Mapping[int, Int64s], plan: Plan) -> None:
         """Raise an error if a token is not offered, or `told` differs from the offered blocks.
 
-        `told` are the source's block tables as the reader gave them.
+        `told` are the source's block tables according to the reader.
         """
         for group, ids in told.items():
             mine = self.blocks.get(group)
@@ -106,7 +109,7 @@ class Offer:
                     got=f"different block ids for group {group}",
                     hint="Omit source_blocks= to use the blocks of the offer",
                 )
-        # A lone recurrent state is the one after the last token.
+        # If the offer has a single recurrent state, it is the state after the last token.
         alone = any(
             group.kind == "recurrent" and len(self.blocks.get(index, ())) == 1
             for index, group in enumerate(plan.groups)

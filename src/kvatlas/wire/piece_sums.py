@@ -1,7 +1,9 @@
-"""Checksums of pieces that both ends compare: CRC-32, or a keyed MAC if the session is protected.
+"""Checksums by which two nodes compare transferred bytes.
+
+They are CRC-32, or keyed MACs if the session is protected.
 
 CRC-32 detects damage. It does not detect an attacker, who can change bytes so that their CRC-32
-stays the same. A MAC with a key that only the two ends have detects both.
+stays the same. A MAC with a key that only the two nodes have detects both.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ MAC_BYTES, CRC_BYTES = 16, 4
 
 
 def mac_key(session: bytes, lease: bytes) -> bytes:
-    """Return the key of a lease's MACs, derived from keys that only the two ends have."""
+    """Return the key of a lease's MACs, derived from keys that only the two nodes have."""
     return hashlib.blake2b(lease, key=session, person=b"kvatlas sums").digest()
 
 
 def piece_sum(piece: Any, key: bytes | None) -> bytes:
-    """Return the MAC of a piece, or its CRC-32 if there is no key.
+    """Return the MAC of the bytes `piece`, or their CRC-32 if `key` is None.
 
     >>> piece = np.zeros(3, np.uint8)
     >>> piece_sum(piece, None).hex(), len(piece_sum(piece, b"key"))

@@ -1,8 +1,8 @@
 """The messages of the side channel, and their limits.
 
 Messages are tagged msgspec structs in msgpack, with a limit on every length and number. Block
-tables are packed integers, so a few bytes never decode into many. The connection, not this module,
-authenticates messages.
+tables are packed integers, so a short message cannot decode into a large object. Messages are
+authenticated by the connection, not by this module.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ OLDEST_VERSION = 2
 """The oldest protocol version that this end understands."""
 
 IDENTITY_VERSION = 3
-"""The first version whose messages carry an identity."""
+"""The first version whose messages contain a `CacheIdentity`."""
 
 PUSH_VERSION = 4
-"""The first version whose pushes are announced, and then pulled."""
+"""The first version in which the source of a push sends `Announce`, and the receiver then reads."""
 
 KEYED_VERSION = 4
 """The first version whose checksums may be keyed."""
@@ -131,7 +131,7 @@ class Hello(Message, frozen=True, kw_only=True, omit_defaults=True, tag="hello")
     conversion: ConversionTerms | None = None
     """Omitted if nothing is converted, so that peers without conversion understand the message."""
     identity: CacheIdentity | None = None
-    """The identity of the sender's caches; None if it compares none, or before version 3."""
+    """The identity of the sender's caches; None before version 3, or without identity checks."""
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
@@ -146,7 +146,10 @@ class SendPlan(Message, frozen=True, kw_only=True, tag="send_plan"):
 
 
 class Open(Message, frozen=True, kw_only=True, omit_defaults=True, tag="open"):
-    """Start to read an offered request. A node refuses `push`, which older versions send."""
+    """Ask for a lease to read an offered request.
+
+    Older versions also send the direction `push`, which a node refuses.
+    """
 
     session: Key
     direction: Literal["pull", "push"]
@@ -154,7 +157,7 @@ class Open(Message, frozen=True, kw_only=True, omit_defaults=True, tag="open"):
     blocks: BlockTables
     """The sender's own blocks."""
     peer_blocks: BlockTables | None = None
-    """The receiver's blocks, if the sender knows them; None to get them in the answer."""
+    """The receiver's blocks, if the sender has them; None to get them in the answer."""
     start: Whole
     stop: Whole
     layers: Annotated[tuple[Name, ...], Meta(max_length=16384)] | None = None
@@ -174,9 +177,9 @@ class Opened(Message, frozen=True, kw_only=True, omit_defaults=True, tag="opened
     piece: Whole = 0
     """The size of a staging buffer of the node that grants the lease; 0 if it has none."""
     mark: Whole | None = None
-    """The mark after which the blocks may be read; None if there is nothing to wait for."""
+    """The GPU event after which the blocks may be read; None if there is nothing to wait for."""
     layered: bool = False
-    """Whether layers are still being written. The reader must wait for each one."""
+    """Whether layers are still being written. The reader then sends `AwaitLayer` for each layer."""
 
 
 class LeaseQuestion(Message, frozen=True, kw_only=True):
@@ -268,11 +271,11 @@ class Release(Message, frozen=True, kw_only=True, omit_defaults=True, tag="relea
     session: Key
     request: Name
     read: bool = False
-    """Whether the sender has read everything it wanted, without a lease."""
+    """Whether the sender, without a lease, has read everything that it needs."""
     posting: tuple[Annotated[int, Meta(ge=0, le=65535)], Whole] | None = None
-    """The posting on the offer board that the sender has read: its slot and generation.
+    """(Slot, generation) of the posting on the `OfferBoard` that the sender has read.
 
-    A newer offer under the same name has another generation, and is kept.
+    A newer offer with the same name has another generation, and is not released.
     """
 
 
@@ -288,13 +291,13 @@ class Announce(Message, frozen=True, kw_only=True, tag="announce"):
     """Ask the receiver to read an expected request from the sender, and to report its progress.
 
     The sender repeats an announcement to poll its progress. A different announcement of the same
-    rank replaces it, unless the receiver has read the rank's part.
+    rank replaces the first one, unless the receiver has already read the rank's part.
     """
 
     session: Key
     request: Name
     offer: Name
-    """The name under which the sender offers the request. No other node gets it."""
+    """The name under which the sender offers the request. The sender tells no other node."""
     endpoint: Annotated[str, Meta(min_length=1, max_length=LONGEST_ENDPOINT)]
     """The endpoint at which the sender answers."""
     start: Whole

@@ -43,7 +43,7 @@ class _Kept:
 
 
 class Quarantine:
-    """Abandoned operations, and callbacks for when they can no longer access memory.
+    """Abandoned operations, each with a callback that runs once it can no longer access memory.
 
     >>> from kvatlas.wire.transports.handles import Done
     >>> quarantine = Quarantine()
@@ -55,7 +55,7 @@ class Quarantine:
 
     def __init__(self) -> None:
         self._kept: list[_Kept] = []
-        """While there are some, one thread watches them."""
+        """Operations that are not over. While there are any, one thread checks them."""
         self._lock = threading.Lock()
 
     def __len__(self) -> int:

@@ -1,9 +1,12 @@
-"""The server end of the side channel: one thread per connection, with limits on connections.
+"""The server end of the side channel, over which nodes exchange control messages.
 
-A connection is unauthenticated until its first question is decoded, which requires the secret if
-there is one. Few unauthenticated connections are kept, and a new one replaces the oldest, so they
-cannot lock out peers. Authenticated connections are limited per host (or per certificate) and in
-total. A peer above the limit gets a `busy` error with a delay after which to retry.
+Each connection has a thread. The number of connections is limited.
+
+A connection is unauthenticated until its first question is decoded. If the node has a secret, the
+peer must have the same secret for that. Few unauthenticated connections are kept, and a new
+connection replaces the oldest of them, so they cannot lock out peers. Authenticated connections are
+limited per host (or per certificate) and in total. A peer above the limit gets a `busy` error with
+a delay after which to retry.
 """
 
 from __future__ import annotations
@@ -30,14 +33,20 @@ log = logging.getLogger("kvatlas.wire")
 
 _MAX_STRANGERS = 32
 _MAX_CONNECTIONS = 1024
-"""The maximum number of peer connections, and at most a third of the process's descriptors."""
+"""The maximum number of peer connections.
+
+They also use at most a third of the file descriptors that the process may open.
+"""
 _MAX_ANSWERING = 64
-"""Questions that are answered at once. Others wait briefly and then get a `busy` error."""
+"""The maximum number of questions that are answered concurrently.
+
+Further questions wait briefly, and then get a `busy` error.
+"""
 
 _STRANGER_SECONDS = 5.0
 """Seconds for a new connection to authenticate, and the same again for its first question."""
 _BUSY_SECONDS = 0.25
-"""Seconds that a question waits for its turn, and then the retry delay in the error."""
+"""Seconds that a question waits for its turn. The `busy` error asks for the same delay."""
 _IDLE_SECONDS = 0.05
 _DROP_SECONDS = 1.0
 """Seconds to wait for the thread of a connection that was dropped; normally it ends at once."""
@@ -49,7 +58,7 @@ class Caller:
     def __init__(self, connected: socket.socket) -> None:
         self.connection = Connection(connected)
         self.host, self.on_this_host = "127.0.0.1", True
-        """The address that it connects from, and whether that is an address of this host."""
+        """The address of the peer, and whether it is an address of this host."""
         if connected.family == socket.AF_UNIX:
             self.identity = f"process {check_user(connected)}"
         else:
@@ -57,7 +66,7 @@ class Caller:
             self.on_this_host = self.host == connected.getsockname()[0]
         # `identity` is the key for its quotas: its host, its certificate, or its process.
         self.names: frozenset[str] | None = None
-        """The names that it has proved; None if it may call itself by any name."""
+        """The node names that the peer's key proves; None if the peer may use any name."""
         self.known = self.answering = False
         self.open = True
 
@@ -174,8 +183,8 @@ class Server(threading.Thread):
     def _drop_strangers(self, most: int) -> None:
         """Disconnect unauthenticated connections until at most `most` are left.
 
-        The oldest one of the host with the most connections goes first, so a host that opens many
-        drops its own.
+        Each time, the host with the most such connections loses its oldest one. A host that opens
+        many connections thus loses its own.
         """
         dropped = []
         with self._lock:
@@ -263,7 +272,7 @@ class Server(threading.Thread):
             raise
         except Exception as defect:
             log.exception("answering a request failed")
-            got = f"{type(defect).__name__} while it handled the request"
+            got = f"{type(defect).__name__} while the peer handled the request"
             failure = failed(got, "See the peer's log", "The peer failed internally")
             raise own_limit(defect) or failure from defect
         finally:

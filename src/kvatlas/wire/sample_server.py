@@ -42,7 +42,7 @@ class SampleTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     seconds: float = 300.0
     secret: bytes | None = None
     convert: str | None = None
-    """The conversion that both ends request, with all scales 1; None for none."""
+    """The conversion that both ends request, with all scales 1; None to convert nothing."""
 
 
 def converting(convert: str | None) -> dict[str, Any]:

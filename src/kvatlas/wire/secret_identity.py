@@ -16,9 +16,9 @@ class PeerIdentity(NamedTuple):
     """The authenticated identity of the other end of a connection."""
 
     account: str
-    """The key for its quotas: its name, certificate or host."""
+    """The key under which quotas count the peer: its name, certificate or host."""
     names: frozenset[str] | None = None
-    """The names that it has proved; None if it may call itself by any name."""
+    """The node names that the peer's key proves; None if the peer may use any name."""
 
 
 class SecretIdentity:
@@ -83,7 +83,7 @@ def _certificate(secret: bytes) -> tuple[bytes, bytes]:
     derived = HKDF(hashes.SHA256(), 32, None, b"kvatlas side channel, Ed25519").derive(secret)
     key = Ed25519PrivateKey.from_private_bytes(derived)
     public = key.public_key().public_bytes_raw()
-    # OpenSSL finds certificates by their subject, so each secret needs a different one.
+    # OpenSSL finds certificates by their subject, so each secret needs a different subject.
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"kvatlas {public.hex()[:48]}")])
     certificate = (
         x509.CertificateBuilder()

@@ -121,7 +121,7 @@ class Security:
             raise
         except ssl.SSLError as problem:
             _send_tls_alert(accepted)
-            unknown = problem.reason == "CALLBACK_FAILED"  # `choose` knows no such name
+            unknown = problem.reason == "CALLBACK_FAILED"  # `choose` found no secret of that name
             raise not_the_secret("a different secret" if unknown else problem.reason) from None
         chosen = (one for one in self._identities if one.server is accepted.context)
         return self._proved(accepted, next(chosen, None))
@@ -172,7 +172,7 @@ class Security:
         return identity.peer(host)
 
     def check_name(self, name: str, proved: frozenset[str] | None) -> None:
-        """Raise `bad_handshake` for a peer that calls itself by a name that it has not proved."""
+        """Raise `bad_handshake` if a peer uses a name that its key does not prove."""
         known = self._peers is None or name in self._peers
         if known and (proved is None or name in proved):
             return
@@ -237,7 +237,7 @@ def _send_tls_alert(accepted: ssl.SSLSocket) -> None:
 
 
 def not_the_secret(got: object) -> AtlasError:
-    """Return the error for two ends without a common secret, or of which only one has a secret."""
+    """Return the error for two ends that do not have the same secret."""
     hint = "Pass the same secret= to both ends, or tls= with the same certificate authority"
     return AtlasError(Code.BAD_SIGNATURE, got=got, hint=hint)
 

@@ -13,7 +13,7 @@ from kvatlas.wire.transports.shm import ShmTransport, map_published
 
 
 class SharedPools:
-    """Shares pools of this process. A process of the same user maps them with `map_pools`.
+    """Shares pools of this process. Other processes of the same user map them with `map_pools`.
 
     `published` is the metadata that the other process needs.
 

@@ -4,7 +4,7 @@ If a transport shares the pools anyway (`shared="all"`), or authorises every rea
 peers use buffers of the node's one staging memory (`StagingBuffers`). Otherwise every peer gets
 segments that no other process can read or write (`PeerSegments`). A segment belongs to one session:
 it is kept for the session's next transfer, and freed when the session ends or another peer needs
-the room. So bytes of one peer are never in memory that another peer can access, even if a peer
+the memory. So bytes of one peer are never in memory that another peer can access, even if a peer
 stalls and continues to read much later.
 """
 
@@ -36,7 +36,7 @@ class Loan:
     piece: int
     buffers: tuple[int, ...]
     segment: OnePeerMemory | None = None
-    """The segment that is the memory; None if all peers share the memory."""
+    """The segment that contains the buffers; None if all peers share one memory."""
 
     def view(self, buffer: int, nbytes: int) -> Any:
         """View the first bytes of a buffer: an array on the host, or a tensor on a GPU."""
@@ -44,7 +44,7 @@ class Loan:
 
 
 class StagingBuffers:
-    """A registered memory of several buffers, lent one by one.
+    """One registered memory region, divided into buffers that are lent separately.
 
     Half of the buffers are for transfers of this node, half for its peers. Otherwise two nodes that
     read from each other could each wait for a buffer that the other holds. With `wiped`, a buffer
@@ -129,7 +129,7 @@ class PeerSegments:
         self._lock = threading.Lock()
 
     def lend(self, session: bytes, count: int) -> Loan:
-        """Return the session's idle segment, or a new one.
+        """Return the session's idle segment, or a new segment.
 
         If there is no room for a new segment, idle segments are freed, the oldest first.
         """

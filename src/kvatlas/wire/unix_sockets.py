@@ -18,7 +18,10 @@ from kvatlas.wire.transports.errors import coded_limits, failed, own_limit, peer
 
 _SCHEME = "unix://"
 _LONGEST_PATH = 100
-"""Sockets with a longer path, in bytes, are opened through their folder."""
+"""The maximum bytes of a path that is used as it is.
+
+A socket with a longer path is opened through a descriptor of its folder.
+"""
 _WAITING = 1024
 """The maximum number of connections that wait to be accepted."""
 
@@ -39,7 +42,7 @@ def unix_path(endpoint: str) -> Path | None:
 
 
 def unix_endpoint(path: str | Path) -> str:
-    """Return the endpoint at a path."""
+    """Return the `unix://` endpoint of a path."""
     return f"{_SCHEME}{Path(path).absolute()}"
 
 
@@ -83,7 +86,7 @@ def connect_to_path(path: Path, timeout: float) -> socket.socket:
 
 
 def check_user(connected: socket.socket) -> int:
-    """Return the pid at the other end, or raise `peer_lost` if it belongs to another user."""
+    """Return the pid of the process at the other end. Raise `peer_lost` if its user differs."""
     process, user = _other_end(connected)
     if user != os.geteuid():
         hint = "Run both processes as the same user"
@@ -93,7 +96,7 @@ def check_user(connected: socket.socket) -> int:
 
 
 def _other_end(connected: socket.socket) -> tuple[int, int]:
-    """Return (pid, user id) of the other end. The pid is 0 if it is in another namespace."""
+    """Return (pid, user id) of the process at the other end. In another namespace, its pid is 0."""
     credentials = struct.Struct("iii")
     packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
     process, user, _ = credentials.unpack(packed)

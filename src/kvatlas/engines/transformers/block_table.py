@@ -1,4 +1,4 @@
-"""Block tables: which blocks hold the tokens of each sequence, for the layers of one group.
+"""Block tables: which blocks store the tokens of each sequence, for the layers of one group.
 
 Positions in a sequence count its stored tokens. Padding on the left is not stored, so the
 sequences of a batch may differ in length. The positions of padding are negative and have no
@@ -58,8 +58,8 @@ class BlockTable:
     def admit(self, count: int, *, padded: bool) -> None:
         """Begin a batch of `count` sequences.
 
-        In a recurrent group, take one block for each sequence. If `padded` is true, stored tokens
-        may include padding, so chunk boundaries are unknown.
+        In a recurrent group, allocate one block for each sequence. If `padded` is true, stored
+        tokens may include padding, so chunk boundaries are unknown.
         """
         self.padded = padded
         self.sequences = [[self._take()] if self.recurrent else [] for _ in range(count)]
@@ -126,7 +126,7 @@ class BlockTable:
         A slot is the position of a token in the pages: block id * block size + offset. The result
         is a tensor [sequences, count]. `padding` is the number of tokens on the left of each
         sequence that have no slot. All layers of a group call this with the same tokens. The first
-        call takes the blocks, and copies those that sequences share.
+        call allocates the blocks, and copies those that sequences share.
         """
         tokens = range(start, start + count)
         self._take_blocks(tokens, padding)
@@ -145,7 +145,7 @@ class BlockTable:
         return slots
 
     def _take_blocks(self, tokens: range, padding: Sequence[int]) -> None:
-        """Take unshared blocks for `tokens`, unless they were taken before."""
+        """Allocate unshared blocks for `tokens`, unless that was done before."""
         if self._reserved == tokens:
             return
         self._forget_slots()
@@ -249,7 +249,7 @@ class BlockTable:
             raise AtlasError(Code.ENGINE_REFUSES, problem, got=got, hint=hint)
 
     def _prepare(self, blocks: list[int], first: int, stop: int) -> None:
-        """Take the blocks that a sequence needs to write positions first .. stop - 1.
+        """Allocate the blocks that a sequence needs to write positions first .. stop - 1.
 
         Blocks before the window are freed, and shared blocks are replaced by copies.
         """
@@ -274,7 +274,7 @@ class BlockTable:
         self._ids_are_old = True
 
     def _take(self) -> int:
-        """Take a free block, and zero it if it is for a recurrent state.
+        """Allocate a free block, and zero it if it is for a recurrent state.
 
         Models read parts of a state before they have written all of it.
         """

@@ -122,7 +122,7 @@ class AtlasCache(TransformersCache):
 
     @property
     def seen(self) -> int:
-        """Number of tokens passed so far, including padding; 0 for models without attention."""
+        """Number of tokens computed so far, including padding; 0 for models without attention."""
         return max((layer.seen for layer in self._attention), default=0)
 
     @property
@@ -174,7 +174,7 @@ class AtlasCache(TransformersCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> Pair:
-        """Store a layer's K and V of new tokens; return the K and V that its attention takes."""
+        """Store a layer's K and V of new tokens; return the K and V that its attention reads."""
         self.batch.settle()
         MASKED.set(None)
         layer = self.layers[layer_idx]
@@ -194,7 +194,7 @@ class AtlasCache(TransformersCache):
     # -- sequences and tokens -------------------------------------------------------
 
     def blocks_of(self, sequence: int) -> dict[int, list[int]]:
-        """Return the block ids of one sequence, by group index, as `Route.bind` takes them."""
+        """Return the block ids of one sequence, by group index, as `Route.bind` expects them."""
         self.batch.settle()
         return {group: list(table.sequences[sequence]) for group, table in enumerate(self._tables)}
 

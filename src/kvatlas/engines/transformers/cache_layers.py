@@ -60,7 +60,7 @@ class PagedAttentionLayer(CacheLayerMixin):
         """Do nothing: the pages are already allocated."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any) -> Pair:
-        """Store the K and V of new tokens; return the K and V that attention takes.
+        """Store the K and V of new tokens; return the K and V for the attention function.
 
         If attention reads the pages directly, return the new K and V unchanged. Otherwise return
         the K and V of all visible tokens.
@@ -86,12 +86,15 @@ class PagedAttentionLayer(CacheLayerMixin):
         return keys.to(key_states.dtype), values.to(value_states.dtype)
 
     def _write_tokens(self, key_states: Tensor, value_states: Tensor, slots: Tensor) -> None:
-        # Kernels take one row per token. Latents have a single head, so their head axis is dropped.
+        # Kernels expect one row per token. The head axis of latents, with one head, is dropped.
         k, v = (s.transpose(1, 2).flatten(0, 1 + self.latent) for s in (key_states, value_states))
         (write_latent if self.latent else write)(self.pages, k, v, slots)
 
     def _in_sight(self, start: int, heads: int, dtype: torch.dtype) -> Pair:
-        """Return K and V of the tokens that transformers' mask covers; zeros if not stored."""
+        """Return K and V of the tokens that transformers' mask covers.
+
+        They are zero for tokens that are not stored.
+        """
         tokens = range(self._offset(start), self.seen)
         slots, missing = self.table.slots_to_read(tokens, start, self.batch.padding)
         if self.latent:
@@ -123,12 +126,12 @@ class PagedAttentionLayer(CacheLayerMixin):
         return 0 if self.reach is None else max(start - self.reach + 1, 0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return a tuple (number of tokens that `update` will return, index of the first one)."""
+        """Return (number of tokens that `update` will return, index of the first of these)."""
         offset = self._offset(self.seen)
         return self.seen + query_length - offset, offset
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens passed so far, including padding."""
+        """Return the number of tokens computed so far, including padding."""
         return self.seen
 
     def get_max_length(self) -> int:
@@ -223,7 +226,7 @@ class PagedStateLayer(LinearAttentionCacheLayerMixin):
     def update_conv_state(self, conv_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Store the convolution's last inputs.
 
-        Return the previously stored inputs followed by `conv_states`, the new ones.
+        Return the previously stored inputs, followed by the new inputs `conv_states`.
         """
         self.batch.admit(conv_states.shape[0])
         before = self.lend("conv")
@@ -293,7 +296,7 @@ class EmptyLayer(LinearAttentionCacheLayerMixin):
 
 
 def model_axes(state: State) -> str | None:
-    """Return the axis order that transformers' models use for a state; None if they lack it."""
+    """Return the axis order of a state in transformers' models; None if they lack the state."""
     own = {axis for axis, _ in state.axes}
     return next((axes for axes in _MODEL_AXES.get(state.name, ()) if set(axes) == own), None)
 

@@ -2,7 +2,7 @@
 
 Block tables and lengths are kept in tensors with fixed addresses, so every step of one token per
 sequence launches the same kernels on the same memory. The step is captured once and replayed. For
-each replay the host only takes blocks for the new tokens, updates a few numbers and launches the
+each replay the host only allocates blocks for new tokens, updates a few numbers and launches the
 graph. It does not run the model's Python code for every layer.
 """
 
@@ -173,7 +173,7 @@ class _CapturedStep:
         tensors = StepTensors(lengths, torch.ones_like(lengths), None)
         self._fixed = FixedStep(tensors, dict(zip(self._attention, slots, strict=True)))
         self._tables: list[Tensor] = []
-        """The block tables that the graph reads. Holding them keeps their memory from reuse."""
+        """The block tables that the graph reads. The list keeps their memory from being reused."""
         self._graph: torch.cuda.CUDAGraph | None = None
         self._answer: Any = None
         self._warm = False
@@ -184,7 +184,7 @@ class _CapturedStep:
         return self._graph is not None
 
     def run(self, ids: Tensor, positions: Tensor | None, start: int) -> Any:
-        """Take blocks for the tokens `ids`, at index `start` of each sequence, and run the step."""
+        """Allocate blocks for the tokens `ids`, at index `start` of each sequence. Run the step."""
         padding = self._cache.batch.padding
         lengths = [start + 1 - skipped for skipped in padding]
         slots = [table.reserve_next(start, padding) for table in self._attention]

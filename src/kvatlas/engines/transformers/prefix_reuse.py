@@ -1,7 +1,7 @@
 """`PrefixReuse`: prefix caching for requests of a transformers model.
 
 A `BlockPool` finds the longest cached prefix from which every layer can continue. Full attention
-needs all blocks of the prefix, sliding windows the last ones, and recurrent layers a stored state.
+needs all blocks of the prefix. Sliding windows need its last blocks, and recurrent layers a state.
 The model then computes only the rest of the prompt. If a tier stores a longer prefix than the
 pool, the prefix is loaded from the tier. Finished requests are stored in the tier.
 """
@@ -24,7 +24,10 @@ from kvatlas.tier.prefix_finder import AnyTier
 from kvatlas.tier.tier_events import EventListener
 
 _ROUNDING = 0.05
-"""Largest accepted difference of logits, relative to the largest logit: bf16 has 8 bits."""
+"""Largest accepted difference of logits, relative to the largest logit.
+
+bf16 has 8 significant bits, so rounding errors are large.
+"""
 
 
 class PrefixReuse:
@@ -100,7 +103,7 @@ class PrefixReuse:
         hit = self._admit(prompt, identity)
         if self.tiered is not None:
             hit = self._load(self.tiered, hit)
-        # `generate` needs at least one token to compute, so the last one is left to it.
+        # `generate` needs at least one token to compute, so the last token is left to it.
         for stop in self.pool.stops(self, len(prompt) - 1):
             self._compute(stop)
         self._reserve(len(prompt))  # copies stored states before the model updates them
@@ -126,7 +129,7 @@ class PrefixReuse:
             got = f"{len(tokens)} tokens that differ from the prompt of {len(prompt)} tokens"
             raise AtlasError(Code.BAD_TOKENS, problem, got=got, hint=hint)
         if len(tokens) < seen:
-            problem = f"The tokens must include all {seen} tokens that the cache holds"
+            problem = f"The tokens must include all {seen} tokens that are in the cache"
             raise AtlasError(Code.BAD_TOKENS, problem, got=f"{len(tokens)} tokens", hint=hint)
         self.cache.batch.settle()
         self.pool.computed(self, seen, tokens[len(prompt) :])

@@ -19,11 +19,11 @@ class StepTensors(NamedTuple):
     """
 
     lengths: Tensor
-    """Number of stored tokens of each sequence, including the new ones."""
+    """Number of stored tokens of each sequence, including the new tokens."""
     queries: Tensor
     """Number of new tokens of each sequence that are stored."""
     stored: Tensor | None
-    """Boolean mask [sequences, tokens] of the new tokens that are stored; None if all are."""
+    """Boolean mask [sequences, tokens] of the new tokens to store; None if all are stored."""
 
 
 class FixedStep(NamedTuple):
@@ -31,7 +31,7 @@ class FixedStep(NamedTuple):
 
     tensors: StepTensors
     slots: Mapping[BlockTable, Tensor]
-    """The slot of the new token of each sequence, by group."""
+    """The slot of each sequence's new token, for each group's block table."""
 
 
 class SequenceBatch:

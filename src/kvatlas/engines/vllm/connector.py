@@ -120,7 +120,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler methods ---------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """Record the endpoints of all ranks, and open the store if the tier is in one."""
+        """Record the endpoints of all ranks. If the tier is in a store, open the store."""
         for one in metadata.values():
             if not isinstance(
                 one, KVAtlasEndpoint
@@ -144,7 +144,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         self._in_scheduler().bind_manager(kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
-        """Register a new request if it is read from another engine or prefilled for one."""
+        """Register a new request if its tokens are read from, or prefilled for, another engine."""
         self._in_scheduler().on_new_request(request)
 
     def get_num_new_matched_tokens(
@@ -152,8 +152,8 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         """Return a tuple (number of tokens to load, whether the load is asynchronous).
 
-        The tokens follow the computed ones, and come from another engine or the tier. The number is
-        None while a lookup is running.
+        The tokens follow the computed tokens, and come from another engine or the tier. The number
+        is None while a lookup is running.
         """
         return self._in_scheduler().matched_tokens(request, num_computed_tokens)
 
@@ -176,7 +176,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVAtlasStep:
         """Return the connector's orders to the workers for this step."""
-        # Data-parallel ranks step together: each one computes as long as any of them does.
+        # Data-parallel ranks step together: a rank computes as long as any other rank does.
         together = getattr(self._vllm_config.parallel_config, "data_parallel_size", 1) > 1
         idle = not (scheduler_output.total_num_scheduled_tokens or together)
         return KVAtlasStep(self._in_scheduler().take_orders(), idle)

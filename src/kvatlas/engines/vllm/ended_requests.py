@@ -56,7 +56,10 @@ class EndedRequests:
         self._told.put(("failed" if failed else "received", request_id))
 
     def take(self, timeout: float = 0.0) -> Ended:
-        """Return the requests that ended since the last call; wait `timeout` seconds for one."""
+        """Return the requests that ended since the last call.
+
+        If none has ended, wait up to `timeout` seconds for one.
+        """
         ended = Ended()
         with suppress(queue.Empty):
             while True:

@@ -71,7 +71,7 @@ class EngineArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """The device, if given; `cpu` if a `VLLM_CPU_` variable is set."""
     speculative_config: dict[str, Any] | None = None
     kv_transfer_config: dict[str, Any] | None = None
-    """None if unknown; empty if the engine starts without a connector."""
+    """The connector's config; None if unknown, empty if the engine has no connector."""
 
     @classmethod
     def of_command(cls, text: str) -> EngineArguments:

@@ -23,7 +23,7 @@ class _Served:
     """The known identities of an engine's weights and config."""
 
     weights: str | None
-    """None if the weights are not on this host."""
+    """The name or a digest of the weights; None if they are not on this host."""
     config: str | None
     changes: str
     """A digest of the arguments that change the config."""

@@ -11,7 +11,7 @@ from kvatlas.engines.vllm.orders import RemoteRequest
 class LingeringReleases:
     """Call `release` with an offer `seconds` after its last reader is gone.
 
-    An offer is a finished request whose blocks another engine keeps for this one to read.
+    An offer is a finished request whose blocks another engine keeps for this engine to read.
 
     >>> released: list[RemoteRequest] = []
     >>> waiting = LingeringReleases(released.append, seconds=60.0)

@@ -46,7 +46,7 @@ class MadeOffers:
         Return a tuple (order to keep the blocks, `kv_transfer_params` of the response). The order
         is None if a sibling made the offer; both are None if the request cannot be offered. If
         `windows_alone` is true, this engine lacks the tokens before the sliding windows, and the
-        offer says so.
+        offer lists these windows.
         """
         name, params = request.request_id, request.kv_transfer_params or {}
         tokens = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
@@ -82,7 +82,7 @@ class MadeOffers:
     def _is_shareable(self, offer: _SharedOffer, prompt: str, tokens: int) -> bool:
         """Return whether an offer is for this prompt digest and token count, and still lasts.
 
-        It lasts while less than half of its lease has passed.
+        An offer counts as lasting while less than half of its lease has passed.
         """
         same = (offer.remote.prompt, offer.remote.tokens) == (prompt, tokens)
         return same and time.monotonic() < offer.made + self._lease_seconds / 2

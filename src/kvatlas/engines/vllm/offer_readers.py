@@ -12,11 +12,13 @@ import re
 from kvatlas.engines.vllm.orders import RemoteRequest
 
 _CHILD = re.compile(r"\d+_(.+)", re.DOTALL)
-"""Matches `INDEX_PARENT`, the id of a request that vLLM creates for one of several samples."""
+"""Matches `INDEX_PARENT`, the id that vLLM gives to each sample of a request with `n` > 1."""
 
 
 def parent_of(request_id: str) -> str | None:
-    """Return the id of the request that vLLM split into this one and its siblings, or None.
+    """Return the id of the request that vLLM split into several; None if it was not split.
+
+    `request_id` is the id of one of the parts.
 
     >>> parent_of("3_chatcmpl-5f1a"), parent_of("chatcmpl-5f1a")
     ('chatcmpl-5f1a', None)

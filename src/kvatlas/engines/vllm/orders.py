@@ -141,9 +141,12 @@ class LoadOrder:
 
     request_id: str
     pin: bytes
-    """The name of the scheduler's pin, which workers join; empty for a store."""
+    """The name of the scheduler's pin on the blocks, which workers share; empty for a store.
+
+    Pinned blocks are not evicted from the tier.
+    """
     keys: BlockKeys
-    """The keys of the same blocks: if the tier's server restarts, its pins are lost."""
+    """The keys of the same blocks, for a tier whose server has restarted and lost its pins."""
     tables: Tables
     start: int
     stop: int

@@ -1,6 +1,7 @@
 """Requests whose prompts another engine has prefilled, and the offers that they read.
 
-With `n` > 1, siblings of a request read the same offer. It is released after its last known reader.
+With `n` > 1, siblings of a request read the same offer. The offer is released when its last known
+reader is done.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class RemotePrefills:
         """Start without requests.
 
         If `spreads_siblings` is true, siblings of a request may run on other data-parallel ranks.
-        After its last local reader, their offer is then left to expire instead of being released.
+        The offer that they read is then left to expire, not released after its last local reader.
         """
         self._spreads_siblings = spreads_siblings
         self._waiting: dict[str, RemoteRequest] = {}

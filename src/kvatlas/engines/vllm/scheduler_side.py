@@ -96,7 +96,7 @@ class SchedulerSide:
     # -- requests -------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """Register a request if it is read from another engine or prefilled for one."""
+        """Register a request if its tokens are read from, or prefilled for, another engine."""
         params = request.kv_transfer_params or {}
         if self._alone:
             return
@@ -282,7 +282,7 @@ class SchedulerSide:
         return int(min(request.num_prompt_tokens - self._left_out, remote.tokens))
 
     def _read_until(self, request: Any, stop: int) -> int:
-        """Return how many tokens to read: `stop`, or `stop - 1` if the last one need not be read.
+        """Return how many tokens to read: `stop`, or `stop - 1` if the last token is not needed.
 
         vLLM recomputes the prompt's last token, so it need not be read. It is read nevertheless if
         it completes a block, because other requests may reuse that block before the token is

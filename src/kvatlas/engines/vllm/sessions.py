@@ -15,7 +15,7 @@ from kvatlas.wire import Node, Session
 log = logging.getLogger("kvatlas.vllm")
 
 _MOST = 64
-"""Maximum number of cached sessions; the least recently used idle ones are evicted."""
+"""Maximum number of cached sessions. The least recently used idle sessions are evicted."""
 _STALE = {Code.PEER_LOST, Code.WIRE_FAILED, Code.UNKNOWN_SESSION}
 """Errors after which a session is reopened: the other engine may have restarted."""
 

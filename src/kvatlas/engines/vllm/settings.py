@@ -29,14 +29,21 @@ Scale = Annotated[float, Meta(gt=0)]
 class StoreOptions(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """Options of a store; `shards` and `stages` must be the same in all engines that share it."""
+    """Options of a store, which contains rows: the blocks of the tier, divided into parts.
+
+    `shards` and `stages` must be the same in all engines that share the store.
+    """
 
     shards: Annotated[int, Meta(ge=1, le=4096)] | None = None
-    """Parts per row, a multiple of every storing engine's tp; the default suits powers of two."""
+    """The number of parts into which a row is divided along its heads.
+
+    It must be a multiple of the tp of every engine that stores rows. The default suits each tp that
+    is a power of two.
+    """
     stages: Annotated[int, Meta(ge=1, le=4096)] = 1
-    """Pipeline stages of the engines that store rows."""
+    """The number of pipeline stages of the engines that store rows."""
     staging: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 << 20
-    """Bytes of each worker's staging buffer for rows in flight."""
+    """Size in bytes of each worker's staging buffer, through which rows are read and written."""
     deadline: Seconds = 5.0
     """Timeout of a worker's calls to the store, in seconds; a timeout counts as a miss."""
 
@@ -67,7 +74,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     ports: Annotated[int, Meta(ge=0, le=65535)] = 0
     """The first port; rank r listens on `ports + r`. 0 selects free ports."""
     secret_file: str | None = None
-    """A file with the secret that all engines share; without one they listen on loopback only."""
+    """A file with the secret that all engines share. Without it, they listen on loopback only."""
     unprotected: bool = False
     """Allow other hosts to connect without a secret, or over a transport that authenticates none,
     such as mooncake. For a trusted network."""
@@ -95,7 +102,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Conversion of blocks that are read from the tier, such as `bf16->fp8`."""
     # msgspec 0.22 crashes on pairs of bounded numbers; the route checks their values instead.
     convert_scales: Scale | dict[str, float | tuple[float, float]] | None = None
-    """Scales of the stored blocks if they are quantised: one for all, or one or (K, V) by layer."""
+    """Scales of quantised stored blocks: one for all layers, or by layer a number or (K, V)."""
     lookup_seconds: Seconds = 5.0
     """Seconds for which a request waits for its lookup in the tier before it is computed."""
     weights_identity: str | None = None

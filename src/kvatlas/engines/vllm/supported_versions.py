@@ -29,7 +29,7 @@ METHODS = (
     "update_connector_output",
     "update_state_after_alloc",
 )
-"""Methods that vLLM must call; if one is missing, the connector would silently do less."""
+"""Methods that vLLM must call. Without one of them, the connector would silently do less."""
 
 
 def check_version(version: str, interface: type) -> None:

@@ -29,14 +29,14 @@ class TransferGroup:
         self.windows_kept_whole = {
             one.window or one.chunk or 0: one for one in seen if whole and one != Visibility()
         }
-        """Windows and chunks of layers that keep all tokens, by size."""
+        """The windows and chunks of layers for which vLLM keeps all tokens, by size in tokens."""
         self.partial = self.recurrent or self.window is not None
 
     def table(self, ids: Any, tokens: int) -> tuple[int, ...]:
-        """Return the ids of the blocks that hold a request's first `tokens` tokens.
+        """Return the ids of the blocks that store a request's first `tokens` tokens.
 
         `ids` are all block ids of the request; vLLM's null block becomes -1. For a recurrent
-        group, return the blocks that hold the state after these tokens.
+        group, return the blocks that store the state after these tokens.
         """
         entries = ceil_div(tokens, self.block)
         if self.recurrent and not self.by_position:
@@ -80,7 +80,7 @@ class TransferGroups:
         self._managers = kv_cache_manager.coordinator.single_type_managers
 
     def tables(self, block_ids: Any, tokens: int) -> Tables:
-        """Return one block table per group: the blocks that hold a request's first `tokens` tokens.
+        """Return each group's block table: the blocks that store a request's first `tokens` tokens.
 
         `block_ids` are the ids of all blocks of the request, by group, as vLLM lists them.
         """
@@ -89,9 +89,9 @@ class TransferGroups:
     def windows(self, *, windows_alone: bool) -> tuple[int, ...]:
         """Return the sizes, in tokens, of windows and chunks before which the engine has no tokens.
 
-        vLLM frees the tokens before the windows of some layers, and keeps those of the others. If
-        `windows_alone` is true, this engine never received the latter, so the sizes of all windows
-        are returned.
+        For some layers, vLLM frees the tokens before the window; for others, it keeps all tokens.
+        If `windows_alone` is true, this engine never received the tokens before any window, so the
+        sizes of all windows are returned.
         """
         sizes = {group.window for group in self._groups if group.window}
         if windows_alone:

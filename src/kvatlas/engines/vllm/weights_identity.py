@@ -29,7 +29,7 @@ _ONE_ENGINE = ("EngineCore", "VllmWorker")
 """Name prefixes of vLLM processes that load the weights of exactly one engine."""
 
 Signature = tuple[tuple[str, int, int, int], ...]
-"""Names, sizes, inodes and change times of a folder's files."""
+"""(Name, size, inode, change time) of each file in a folder."""
 
 
 def engine_identity(
@@ -184,7 +184,7 @@ def stored_config(folder: Path) -> dict[str, Any] | None:
 
 
 def _changed(untouched: Mapping[str, Any], effective: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config values that an engine's arguments changed; removed ones are "null"."""
+    """Return the config values that an engine's arguments changed; removed values are "null"."""
     return {
         key: "null" if effective.get(key) is None else effective[key]
         for key in sorted({*untouched, *effective})

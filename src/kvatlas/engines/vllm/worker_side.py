@@ -32,7 +32,7 @@ _AT_ONCE = 64
 _LONGEST_QUARANTINE = 600.0
 """Seconds after which a read in quarantine is reported as ended."""
 _READING_SECONDS, _OFFERING_SECONDS = 4e-3, 1e-3
-"""Seconds per step for which an idle engine waits for its reads, or for its offers."""
+"""Seconds per step for which an idle engine waits: for a read to end, or for an offer to end."""
 _LINGER_SECONDS = 2.0
 """Seconds for which an offer is kept after its last known reader, for late siblings."""
 
@@ -117,7 +117,7 @@ class WorkerSide:
         self._releases = LingeringReleases(self._release_in_background, seconds=_LINGER_SECONDS)
         self._pulls: dict[str, _Pull] = {}
         self._offered: dict[str, str] = {}
-        """Requests of this engine by the names of their offers."""
+        """For the name of each offer, the id of the offered request in this engine."""
         self._ended = ended or EndedRequests()
         self._counts = PullCounts()
         self._counts_lock = threading.Lock()
@@ -148,7 +148,7 @@ class WorkerSide:
         """Return the requests whose transfers have ended since the last step.
 
         If `idle` is true, wait briefly for a transfer to end. An idle engine would otherwise poll,
-        and take its core and the interpreter lock from the threads that read.
+        and compete with the reading threads for its core and the interpreter lock.
         """
         seconds = _READING_SECONDS if self._pulls else _OFFERING_SECONDS if self._offered else 0.0
         ended = self._ended.take(seconds if idle else 0.0)

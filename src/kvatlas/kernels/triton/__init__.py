@@ -5,9 +5,9 @@ package requires triton (`pip install 'kvatlas[triton]'`). With `TRITON_INTERPRE
 interprets the kernels on a CPU.
 
 Files named `*_device.py` contain the code that Triton compiles; all other files are host code.
-Host code passes NamedTuples to device code: some hold tensors and numbers (`BatchSequences`,
-`PagedCache`), others hold compile-time constants (`AttentionShape`, `Tiling`). Constant parameters
-have names in capitals.
+Host code passes NamedTuples to device code: some contain tensors and numbers (`BatchSequences`,
+`PagedCache`), others contain compile-time constants (`AttentionShape`, `Tiling`). Constant
+parameters have names in capitals.
 
 Two limits of Triton 3.6 shape the device code. First, a field of a constant must be bound to a name
 (`TILE: tl.constexpr = TILING.tile`) before it is used in a shape or, if it is a string or a tuple,

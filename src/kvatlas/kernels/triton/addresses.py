@@ -1,4 +1,4 @@
-"""Strides in the form that kernels take: multiples of a unit that is a compile-time constant.
+"""Strides in the form that kernels expect: multiples of a unit that is a compile-time constant.
 
 The compiler uses wide loads only if it can prove the alignment of addresses. Triton checks only
 whether 16 divides an argument, which does not help with rows of 264 bytes. Strides are therefore
@@ -31,7 +31,7 @@ class BatchRows(NamedTuple):
 
 
 def batch_rows(tensor: torch.Tensor) -> BatchRows:
-    """Return a tensor [tokens, heads, elements] with its strides, as kernels take it.
+    """Return a tensor [tokens, heads, elements] with its strides, in the form that kernels expect.
 
     >>> batch_rows(torch.empty(7, 4, 16))[1:]
     (64, 16)
@@ -47,7 +47,7 @@ class RowSteps(NamedTuple):
     """
 
     first: int
-    """Offset of the first row in the pool, in units, like `block`, `state` and `head`."""
+    """Offset of the first row in the pool, in units, like the strides `block`, `state`, `head`."""
     block: int
     state: int
     head: int

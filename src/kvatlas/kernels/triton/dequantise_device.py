@@ -100,7 +100,7 @@ def _codes_of_bytes(one: int, minus: int, kind: str) -> str:
     """Return PTX that converts the codes of four bytes, low nibbles first.
 
     Operands $5 and $6 are subtracted from the codes. `one` is the upper byte of a 16-bit float
-    whose lowest mantissa bit is worth 1. `minus` holds the bits of -1 in that type.
+    whose lowest mantissa bit is worth 1. `minus` contains the bits of -1 in that type.
     """
     ones = f"0x{one * 0x01010101:08X}"
     return f"""

@@ -39,9 +39,9 @@ class ConvertShape(NamedTuple):
     target: Any
     """Element types of the source and the target."""
     unit: int
-    """Elements per unit of the steps."""
+    """Elements per unit of the strides."""
     elements: int
-    """Elements per row that is contiguous at both ends."""
+    """Elements per row, which is contiguous in source and target."""
 
 
 class FoldedConversion(NamedTuple):
@@ -49,7 +49,7 @@ class FoldedConversion(NamedTuple):
 
     shape: ConvertShape
     source: tuple[int, ...]
-    """Steps of the block axis and of three other axes, in units."""
+    """Strides of the block axis and of three other axes, in units."""
     target: tuple[int, ...]
 
 

@@ -40,7 +40,7 @@ class CopyEnd(NamedTuple):
 
     buffer: torch.Tensor
     placement: Placement
-    """Must have an axis B. Block ids are indices along it."""
+    """The placement of the blocks. It has an axis B; block ids are indices along this axis."""
 
     @property
     def address(self) -> int:
@@ -56,11 +56,11 @@ class CopyShape(NamedTuple):
     word: Any
     """Type of one word."""
     unit: int
-    """Words per unit of the steps."""
+    """Words per unit of the strides."""
     words: int
-    """Words per row that is contiguous at both ends; 0 for a transposed copy."""
+    """Words per row, which is contiguous in source and target; 0 for a transposed copy."""
     transposed: tuple[int, int] = (1, 1)
-    """Items along the target's innermost axis and along the source's innermost axis."""
+    """(Items along the target's innermost axis, items along the source's innermost axis)."""
 
 
 class FoldedCopy(NamedTuple):
@@ -68,7 +68,7 @@ class FoldedCopy(NamedTuple):
 
     shape: CopyShape
     source: tuple[int, ...]
-    """Steps of the block and the axes, then of a transposed tile's two axes, in units."""
+    """Strides of the block axis, three other axes, and a transposed tile's two axes, in units."""
     target: tuple[int, ...]
 
 
@@ -86,7 +86,7 @@ class CopyTiling(NamedTuple):
 
 
 class EndAddresses(NamedTuple):
-    """The source or target of a copy, as kernels take it: addresses, block ids and strides."""
+    """The addresses, block ids and strides of a copy's source or target, for kernels."""
 
     address: int
     table: torch.Tensor
@@ -160,7 +160,7 @@ def _transposed(
 class _Launch(NamedTuple):
     """One launch for all layers with the same folded shape.
 
-    If there are several layers, `tables` holds their source and target addresses.
+    If there are several layers, `tables` contains their source and target addresses.
     """
 
     copy: FoldedCopy

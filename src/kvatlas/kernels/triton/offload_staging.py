@@ -56,7 +56,7 @@ class Staging:
         if ids.numel() > self.places.numel():
             raise AtlasError(
                 Code.BAD_TENSOR,
-                f"`ids` must fit in the staging buffer, which holds {self.places.numel()} blocks",
+                f"`ids` must fit in the staging buffer of {self.places.numel()} blocks",
                 got=f"{ids.numel()} block ids",
                 hint="Split the ids into several calls, or use Staging(layers, more_blocks)",
             )

@@ -35,7 +35,7 @@ EIGHT_BIT_NAN = tl.constexpr(0x7F)
 def _ends_of(bits: int) -> tuple[float, ...]:
     """Return an odd polynomial that maps the positive boundaries of the levels to 1, 2, 3, ...
 
-    A boundary is half way between two levels. The result holds the coefficients of x, x**3, x**5
+    A boundary is half way between two levels. The result contains the coefficients of x, x**3, x**5
     and so on, then a number above all boundaries.
     """
     levels = np.array(normal_levels(bits))
@@ -150,7 +150,7 @@ def pairs_apart(words):
 
 @triton.jit
 def smaller_pairs(a, b):
-    """Return the minimum of two tensors whose words hold two bfloat16, separately for each half.
+    """Return the minimum of two tensors whose words contain two bfloat16, separately for each half.
 
     If one operand is NaN, the result is the other.
     """
@@ -161,7 +161,7 @@ def smaller_pairs(a, b):
 
 @triton.jit
 def larger_pairs(a, b):
-    """Return the maximum of two tensors whose words hold two bfloat16, separately for each half.
+    """Return the maximum of two tensors whose words contain two bfloat16, separately for each half.
 
     If one operand is NaN, the result is NaN.
     """
@@ -275,7 +275,7 @@ def inverse_of(step):
 def corrected(near, values, divisor, inverse):
     """Return `values / divisor`, correctly rounded, given approximate quotients; NaN on overflow.
 
-    `near` holds the approximate quotients, and `inverse` the reciprocal of the divisor. The
+    `near` contains the approximate quotients, and `inverse` the reciprocal of the divisor. The
     remainder of the approximation is computed exactly and divided in turn, which gives correct
     rounding (Markstein) for values that neither overflow nor underflow.
     """

@@ -1,4 +1,4 @@
-"""Storage formats and row strides of K and V, in the form that kernels take."""
+"""Storage formats and row strides of K and V, in the form that kernels expect."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StorageFormat(NamedTuple):
     dim: int
     """Elements per row."""
     width: int
-    """Columns of the tile that holds a row; a power of two."""
+    """Columns of the tile into which a row is loaded; a power of two."""
     tile: int
     """Elements per tile of a row (packing `tiled_planes`); 0 if rows are not tiled."""
     unit: int
@@ -100,7 +100,7 @@ def dot_of(q: torch.Tensor) -> Any:
 
 
 def stored_side(layer: LayerCache, side: str) -> StoredSide:
-    """Return one side of an attention layer, in the form that kernels take."""
+    """Return one side of an attention layer, in the form that kernels expect."""
     spec = layer.spec_as(Attention)
     check_chip(layer)
     kind, bits = _kind(spec.cache, spec.dtype, side)

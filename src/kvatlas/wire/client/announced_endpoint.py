@@ -40,7 +40,7 @@ connects, or at 0.0.0.0. [bad_handshake]
 
 
 def _addresses(name: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """Return the addresses of a host; none if its name cannot be resolved."""
+    """Return the addresses of a host; an empty list if its name cannot be resolved."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

@@ -27,11 +27,11 @@ from kvatlas.wire.transports.access import Access
 from kvatlas.wire.transports.base import Link, Transport
 
 PEER_GONE = {Code.PEER_LOST, Code.UNKNOWN_SESSION, Code.DEADLINE, Code.WIRE_FAILED}
-"""Error codes after which a peer must be connected again: it may have exited or restarted."""
+"""Error codes after which this node must connect again, because the peer may have restarted."""
 
 
 _MAX_LENT = 16
-"""The maximum number of links to staging segments that a peer has for this node alone."""
+"""The maximum number of links to staging segments that a peer has allocated for this node only."""
 
 Way = Literal["direct", "staged", "coalesced"]
 
@@ -52,20 +52,20 @@ class PeerConnection:
     costs: Costs | None = None
     """The measured costs of the link."""
     measuring: threading.Lock = field(default_factory=threading.Lock)
-    """Held by the transfer that measures the costs. The others wait, and so do not disturb it."""
+    """Held by the transfer that measures the costs. Others wait, so they do not slow it down."""
     ways: dict[tuple[int, int], Way] = field(default_factory=dict)
-    """The fastest way for a given number of runs and bytes."""
+    """For each (number of runs, number of bytes), the fastest way to move them."""
     question_seconds: float = 0.0
     """How many seconds the peer takes to answer a question."""
     users: int = 0
-    """The number of transfers that use it. The link is closed after the last one."""
+    """The number of transfers that use the connection. It is not closed while there are any."""
     gone: bool = False
 
     def __post_init__(self, stream: MakeStream) -> None:
         self.shapes = PreparedShapes(self.link, stream)
-        """The shapes that were pulled over this link, for the fast path."""
+        """The shapes of requests that were pulled over this link, for the fast path."""
         self._lent: dict[bytes, Link] = {}
-        """Links to staging memory that the peer has for this node alone, by metadata."""
+        """Links to staging memory that the peer has allocated for this node only, by metadata."""
         self._lent_lock = threading.Lock()
 
     def link_to_lent(self, transport: Transport, memory: Memory, metadata: bytes) -> Link:
@@ -98,7 +98,7 @@ class Connections:
     ) -> None:
         self._node, self._background, self._most_idle = node, background, most_idle
         self._open: dict[str, PeerConnection] = {}
-        """Those that were used last are at the end."""
+        """The open connections by endpoint. The most recently used is the last."""
         self._connecting: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
         self._lock = threading.Lock()
         self.known: dict[str, Peer] = {}

@@ -1,10 +1,10 @@
 """Requests that other nodes push: announced by each source rank, then read by this node.
 
 A push is a pull that the source asks for. The source offers the request under a name that only the
-destination learns, and announces the name. The destination checks who announces it, connects back,
+destination learns, and announces the name. The destination checks the announcer, connects back,
 and reads the rank's part as any other pull. Only that pull makes the request ready.
 
-An announcement is, in this order:
+An announcement passes through three states:
 
 - announced: this node connects to the announced endpoint and checks that the announcing node
   answers there;
@@ -50,7 +50,7 @@ _MAX_CONNECTING = 4
 _MAX_IDLE = 64
 """The maximum number of idle connections to sources that are kept."""
 _KEPT = 1024
-"""Announcements whose outcome is kept, for sources that ask again."""
+"""The maximum number of announcements whose outcome is kept, for sources that ask again."""
 _LONGEST_WAIT, _MAX_WAITING = 0.2, 16
 """How many seconds an answer waits for the end of a pull, and how many answers do so at once."""
 _SETTLE_SECONDS = 30.0
@@ -64,10 +64,10 @@ class Announcement:
     peer: Peer
     question: protocol.Announce
     came_from: tuple[str, bool]
-    """The address that it came from, and whether that is an address of this host."""
+    """The address of the announcing peer, and whether it is an address of this host."""
     transfer: Transfer
     arrived: bool = False
-    """Whether this node has read and verified the part, and counts it."""
+    """Whether this node has read and verified the part, and recorded it in `Expected.arrived`."""
 
     @property
     def key(self) -> tuple[str, bytes, str]:
@@ -81,7 +81,7 @@ class Announcement:
         return announced_endpoint(self.question.endpoint, host, on_this_host=here)
 
     def end(self) -> None:
-        """End the pull: the request was forgotten, or another announcement replaces this one."""
+        """End the pull. The request was forgotten, or this announcement was replaced."""
         self.transfer.failed(self.peer.rank, lease_expired())
 
 
@@ -101,16 +101,16 @@ class Expected:
     """Names of the nodes that may push."""
     claim: BlockClaim
     identity: CacheIdentity | None = None
-    """The identity that the request must have, if it is not the node's."""
+    """The cache identity that the request must have; None for the node's identity."""
     mark: int | None = None
-    """The mark after which the blocks may be written, if they are on a GPU."""
+    """The GPU event after which the blocks may be written; None if they are on the host."""
     ready: threading.Event = field(default_factory=threading.Event)
     """Set once this node has read every source rank's part."""
     arrived: dict[int, int] = field(default_factory=dict)
-    """The source ranks whose part was read, and its bytes."""
+    """For each source rank whose part was read, the number of bytes of the part."""
     connecting: list[Announcement] = field(default_factory=list)
     current: defaultdict[int, list[Announcement]] = field(default_factory=lambda: defaultdict(list))
-    """By rank, announcements whose pulls may write to the blocks. The last one is current."""
+    """By rank, announcements whose pulls may write to the blocks. The last in a list is current."""
     forgotten: bool = False
 
     def may_be_pushed_by(self, peer: Peer) -> bool:
@@ -222,7 +222,7 @@ class ExpectedRequests:
             expected.connecting.append(one)
             self._known[one.key] = one
             self._drop_known()
-        log.info("announced request=%r name=%r rank=%d", question.request, peer.name, peer.rank)
+        log.info("push request=%r name=%r rank=%d", question.request, peer.name, peer.rank)
         self._workers.submit(self._read, expected, one)
         return one
 
@@ -342,7 +342,7 @@ def _all_released(announced: list[Announcement], deadline: float) -> bool:
 
 
 def _check_same_process(announced: Peer, reached: Peer, endpoint: str) -> None:
-    """Raise an error unless the process at an endpoint is the one that announced it."""
+    """Raise an error unless the process `reached` at an endpoint has announced the endpoint."""
     same = all(
         getattr(announced, name) == getattr(reached, name)
         for name in ("name", "incarnation", "rank", "plan_hash")

@@ -1,7 +1,7 @@
 """Fast path: a pull that the calling thread launches and the waiting thread finishes.
 
-`LaunchedPull` is one rank's part of such a pull. `follow_ups` finishes it if no thread waits for
-it, and cleans up a little later.
+`LaunchedPull` is one rank's part of such a pull. If no thread waits for the pull, `follow_ups`
+finishes it. `follow_ups` also cleans up a little later.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SETTLING = 1e-4
 
 @dataclass
 class LaunchedPull:
-    """A read in flight, over a connection that was taken for it."""
+    """One rank's part of a pull on the fast path: a read in flight, and its connection."""
 
     connections: Connections
     connection: PeerConnection

@@ -1,4 +1,8 @@
-"""The blocks that a pull fills, cached by the shape of the request."""
+"""Find and claim the blocks that a pull fills.
+
+Which block table entries a pull fills is cached by the shape of the request: its tokens, and the
+lengths of its block tables.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,11 @@ from kvatlas.routing.request_shape import Lengths, table_lengths
 from kvatlas.wire.block_ledger import BlockClaim, BlockLedger
 
 _KEPT = 128
-"""The number of shapes kept; the least recently used is dropped first."""
+"""The maximum number of cached shapes; the least recently used is dropped first."""
 
 _Key = tuple[tuple[int, int], Lengths]
 _Entries = dict[int, list[tuple[int, slice | Int64s]]]
-"""By pool: each group, and the entries of its block table that a pull fills."""
+"""For each pool, a list of (group, indices of the block table entries that a pull fills)."""
 
 
 class FilledBlocks:
@@ -72,7 +76,7 @@ class FilledBlocks:
 
 
 def _as_slice(entries: Int64s) -> slice | Int64s:
-    """Return consecutive indices as a slice, which is faster to apply; others unchanged."""
+    """Return consecutive indices as a slice, which is faster to apply. Return others unchanged."""
     if len(entries) and int(entries[-1] - entries[0]) == len(entries) - 1:
         return slice(int(entries[0]), int(entries[-1]) + 1)
     return np.asarray(entries)

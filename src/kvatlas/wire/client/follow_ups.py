@@ -1,4 +1,4 @@
-"""Deferred work after launched pulls: clean up, and notify the source, in another thread.
+"""Deferred work after pulls on the fast path: a thread cleans up and notifies the source.
 
 The caller that waits for a launched pull also finishes it. The work after the pull is deferred: a
 thread that is woken at once would take the interpreter lock from the caller. One thread does all
@@ -24,7 +24,7 @@ _LINGER = 0.1
 """Seconds that the thread keeps polling without work, because waking a thread takes longer."""
 
 _TOGETHER = 6e-3
-"""Seconds by which notifications are delayed, so that one covers several consecutive pulls."""
+"""Seconds by which a notification is delayed, so that it covers several consecutive pulls."""
 
 _SLOW = 0.05
 """Seconds after which other notifications stop waiting for a source that does not answer."""
@@ -38,7 +38,7 @@ class _FollowUp:
 
 
 class FollowUps:
-    """Launched pulls whose cleanup is still to be done. Any thread may add one."""
+    """Launched pulls whose cleanup is still to be done. Any thread may add a pull."""
 
     def __init__(self, workers: Executor, background: Executor) -> None:
         self._workers, self._background = workers, background
@@ -46,7 +46,7 @@ class FollowUps:
         self._lock = threading.Lock()
         self._looking = self._closing = False
         self._rows = 0
-        """Batches of pulls whose follow-up is in progress."""
+        """The number of batches of pulls whose follow-up is in progress."""
 
     def add(self, part: TransferPart, then: Callable[[], None]) -> None:
         """Finish `part` if no other thread does so soon, then call `then`."""
@@ -102,7 +102,7 @@ class FollowUps:
         return False
 
     def _do_all(self, over: list[_FollowUp]) -> None:
-        """Run the follow-ups one after another. If one is slow, run all later ones in parallel."""
+        """Run the follow-ups in order. After a slow follow-up, run the rest in parallel."""
         try:
             for place, one in enumerate(over):
                 begun = time.monotonic()
@@ -117,7 +117,7 @@ class FollowUps:
 
 
 def _hand_on(to: Executor, act: Callable[..., None], *given: Any) -> None:
-    """Submit `act(*given)` to an executor, or call it in this thread if that is shut down."""
+    """Submit `act(*given)` to an executor, or call it here if the executor is shut down."""
     try:
         to.submit(act, *given)
     except RuntimeError:

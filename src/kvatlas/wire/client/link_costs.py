@@ -22,18 +22,21 @@ from kvatlas.wire.transports.errors import failed
 _LONG_RUN = 128 << 10
 """Runs of at least this many bytes are not gathered: copying them costs more than a descriptor."""
 _KEPT_WAYS = 256
-"""The number of (runs, bytes) pairs for which the chosen way is cached."""
+"""The maximum number of (runs, bytes) pairs for which the chosen way is cached."""
 _SHORTEST_WAIT, _WORTH_WAITING = 0.1, 16
 """The time that a transfer waits for buffers.
 
 It is at least `_SHORTEST_WAIT` seconds, or `_WORTH_WAITING` times the expected time of a direct
-transfer if that is longer. Long transfers keep their buffers until they end, and a short one must
-not wait for that.
+transfer if that is longer. Long transfers keep their buffers until they end, and a short transfer
+must not wait for that.
 """
 _MEASURED = 3
-"""How often a link is measured at most, if its runs seem to cost no time."""
+"""The maximum number of measurements of a link. Another is made if runs seem to cost no time."""
 _LEFT_FOR_DIRECT = 2
-"""The multiple of a direct transfer's time to reserve for it while waiting for buffers."""
+"""While a transfer waits for buffers, it reserves this multiple of a direct transfer's time.
+
+If no buffers become free, a direct transfer can then still meet the deadline.
+"""
 
 
 def choose_way(reads: RankReads, stream: AnyStream) -> Way:
@@ -54,8 +57,8 @@ def choose_way(reads: RankReads, stream: AnyStream) -> Way:
         if wanted.how == "auto":
             return "staged"
         hint = (
-            'Use how="staged", or at both nodes make_transport(..., shared="all") with a transport '
-            "that supports the device of the pools"
+            'Use how="staged", or pass make_transport(..., shared="all") to both nodes, with a '
+            "transport that supports the device of the pools"
         )
         problem = "The transport cannot access the pools of one of the nodes"
         raise failed(f"how={wanted.how!r}", hint, problem)
@@ -71,9 +74,9 @@ def choose_way(reads: RankReads, stream: AnyStream) -> Way:
 def must_coalesce(lease: RankLease) -> bool:
     """Whether a direct pull must read into staging buffers of this node instead of its blocks.
 
-    True if the link cannot end a stalled read, and after the stall another process may fill the
-    same blocks: another replica, or another source of a push. The stalled read could overwrite the
-    new bytes. False if this node has no staging buffers in host memory.
+    This is so if the link cannot end a stalled read, and another process (another replica, or
+    another source of a push) may fill the same blocks after the stall: the stalled read could
+    overwrite the new bytes. Always False if this node has no staging buffers in host memory.
     """
     link = lease.connection.link
     stalls = not link.prompt and not link.severs
@@ -97,7 +100,7 @@ def converts_on_the_way(lease: RankLease, stream: ConvertedStream) -> bool:
 
 
 def _cheapest_way(reads: RankReads, stream: Stream) -> Way:
-    """Return `direct`, `coalesced` or `staged`: the one that is expected to be fastest.
+    """Return the way that is expected to be fastest: `direct`, `coalesced` or `staged`.
 
     If the returned way needs staging buffers, they are acquired here.
     """
@@ -121,13 +124,13 @@ def _cheapest_way(reads: RankReads, stream: Stream) -> Way:
     if found is None:
         found = _weighed(lease, stream, costs)
         if connection.costs is not None:  # else there was no buffer to measure with
-            # Replaced as a whole, because other threads read it.
+            # The dict is replaced, not changed, because other threads read it.
             connection.ways = dict([*connection.ways.items(), (alike, found)][-_KEPT_WAYS:])
     return _with_buffers(reads, stream, found, costs)
 
 
 def _with_buffers(reads: RankReads, stream: Stream, way: Way, costs: Costs) -> Way:
-    """Acquire staging buffers for `way` and return it, or return `direct` if too few are free."""
+    """Acquire staging buffers for `way` and return `way`; return `direct` if too few are free."""
     lease = reads.lease
     if way == "staged":
         lease.ask_after_all()
@@ -144,12 +147,12 @@ def _with_buffers(reads: RankReads, stream: Stream, way: Way, costs: Costs) -> W
 
 
 def _may_stage(lease: RankLease) -> bool:
-    """Whether the peer lends staging buffers. True before there is a lease to tell."""
+    """Whether the peer lends staging buffers. True if this is not known yet."""
     return lease.seen is not None or lease.opened.piece > 0
 
 
 def _weighed(lease: RankLease, stream: Stream, costs: Costs) -> Way:
-    """Return `direct`, `coalesced` or `staged`: the one with the lowest cost over this link."""
+    """Return the way with the lowest cost over this link: `direct`, `coalesced` or `staged`."""
     connection = lease.connection
     # One request to borrow buffers and one to fill them; twice that, for switches of threads.
     asking = 4 * connection.question_seconds
@@ -235,7 +238,7 @@ def _scatter_rate(reads: RankReads, piece: int) -> float:
 def _quickest(*acts: Callable[[], object]) -> list[float]:
     """Return the shortest time of five calls of each function, in seconds.
 
-    The functions are called in turn, so that other threads slow all of them down alike.
+    The functions are called in turn, so that other threads slow down all functions equally.
     """
     shortest = [float("inf")] * len(acts)
     for _ in range(5):

@@ -1,5 +1,7 @@
 """Fast path: reads that were prepared for the shapes of earlier requests.
 
+The shape of a request is everything except its block ids.
+
 From two plans, the tokens and the block tables, a pull computes which bytes to read. For the next
 request with the same tokens and the same number of blocks, only the block ids are new, and the link
 may have prepared the launches (`Link.prepare`). Such a pull starts at once, in the calling thread:
@@ -36,18 +38,21 @@ from kvatlas.wire.transports.handles import Handle
 from kvatlas.wire.transports.offer_board import SeenOffer
 
 _KEPT = 128
-"""The number of shapes cached per peer; the least recently used is dropped first."""
+"""The maximum number of cached shapes per peer; the least recently used is dropped first."""
 
 _MOST_SPANS = 1 << 12
-"""The maximum number of spans of a cached shape. For longer requests the gain is negligible."""
+"""The maximum number of blocks in a table, and of `RequestShape.spans`, of a cached shape.
+
+For longer requests the gain is negligible.
+"""
 
 _TOLD = np.dtype("<u4")
-"""Block ids as they are stored on a board."""
+"""The dtype of the block ids on an offer board."""
 
 _WHOLE = np.dtype(np.int64)
 
 _Key = tuple[tuple[int, int], Lengths, Lengths]
-"""The tokens, and the lengths of the source's and the destination's block tables."""
+"""(Tokens, lengths of the source's block tables, lengths of the destination's block tables)."""
 
 MakeStream = Callable[[Mapping[int, Int64s], Mapping[int, Int64s], tuple[int, int]], AnyStream]
 """Returns the stream of a token range, given the blocks of this node and of the peer."""
@@ -70,7 +75,7 @@ class StartedRead(NamedTuple):
     handle: Handle
     prepared: PreparedShape
     tables: tuple[Mapping[int, BlockIds], Mapping[int, BlockIds]]
-    """Block ids at the source and at this node."""
+    """(The source's block tables, this node's block tables)."""
 
     @property
     def sound(self) -> bool:
@@ -93,7 +98,10 @@ class PreparedShapes:
         self._lock = threading.Lock()
 
     def learn(self, tokens: tuple[int, int], stream: AnyStream, total: int) -> None:
-        """Prepare the fast path for requests of this shape, from the second pull over a link on."""
+        """Prepare the fast path for requests of this shape.
+
+        This has no effect at the first pull over a link, because there may be no second pull.
+        """
         key = (tokens, *stream.table_lengths)
         with self._lock:
             self._pulled += 1
@@ -102,7 +110,7 @@ class PreparedShapes:
         self._prepare(key, stream, total)
 
     def count(self, key: _Key, total: int) -> None:
-        """Store how many bytes must arrive for requests of this shape."""
+        """Store how many bytes must arrive for requests with this key."""
         with self._lock:
             if key in self._kept:
                 self._kept[key] = self._kept[key]._replace(total=total)
@@ -176,7 +184,7 @@ class PreparedShapes:
 
 
 def plain_tables(blocks: Any) -> dict[int, Int64s]:
-    """Return block tables by group index, as int64 arrays. Such arrays are not copied.
+    """Return block tables by group index, as int64 arrays. Int64 arrays are not copied.
 
     >>> plain_tables([2, 5])
     {0: array([2, 5])}

@@ -1,16 +1,16 @@
-"""The pull pipeline: workers take the pieces of a stream, read each, and put it in place.
+"""The pull pipeline: workers read a stream piece by piece, and write the pieces to the blocks.
 
-All pulls use one loop. A worker takes the next piece while no other worker does, prepares it, reads
-it, and scatters it into the blocks if it was read into a staging buffer. The ways to move a stream
-differ only in their pieces:
+All pulls use one loop. A worker takes the next piece and prepares it, which only one worker does at
+a time. It then reads the piece, and scatters it into the blocks if it was read into a staging
+buffer. The ways to move a stream differ only in their pieces:
 
 - `direct`: one descriptor per run, from the source's pools into the blocks, in batches. If the
   transport computes the runs on a GPU, there is one piece, and the GPU may also cast elements.
 - `coalesced`: adjacent runs are read as one into a staging buffer of this node. Runs are often
   short only because the two layouts differ; at the source most of them are adjacent. The source
   does no work.
-- `staged`: the source gathers the piece into a staging buffer, before it is read into one of this
-  node. Pieces must be gathered in order.
+- `staged`: the source gathers the piece into its staging buffer, and then this node reads it into
+  its own staging buffer. Pieces must be gathered in order.
 
 Each worker has its own staging buffer. One worker reads while another scatters, or while the source
 gathers a piece for another worker.
@@ -34,10 +34,13 @@ from kvatlas.wire.client.connections import Way
 from kvatlas.wire.client.rank_reads import RankReads
 
 _BATCH = 64 << 20
-"""Bytes of a direct piece. Progress is reported, and cancellation checked, after each piece."""
+"""The maximum bytes of a piece in a direct pull.
+
+Progress is reported, and cancellation is checked, after each piece.
+"""
 
 _BATCH_RUNS = 1 << 20
-"""The approximate number of runs of a direct piece. Each costs memory at this end."""
+"""The approximate maximum number of runs of a piece in a direct pull. Each run takes memory."""
 
 _LOOK_SECONDS = 0.05
 """Seconds within which the end of a transfer is noticed while the peer gathers."""
@@ -51,9 +54,12 @@ class PullPiece(NamedTuple):
     """A part of a stream that one operation reads."""
 
     prepare: Callable[[int], Sequence[Copy]]
-    """Returns the runs that a worker reads, once the source has them ready."""
+    """Called with a worker's number. Returns the runs to read, once the source has them ready."""
     place: Callable[[int], int]
-    """Puts what a worker has read in place. Returns the number of bytes that arrived."""
+    """Called with a worker's number after its read. Writes the bytes to their blocks.
+
+    Returns the number of bytes that arrived.
+    """
 
 
 class _Plan(NamedTuple):
@@ -66,7 +72,7 @@ class _Plan(NamedTuple):
 
 
 class PullPipeline:
-    """Moves the bytes of one transfer, after the source's GPU event `behind` completes.
+    """Moves the bytes of one transfer, after the source's GPU event `after_event` completes.
 
     `arrived` is called for each piece of a converted stream that the source has gathered.
     """
@@ -96,8 +102,8 @@ class PullPipeline:
 
     def run(self) -> None:
         """Move the stream, or raise an error once no worker uses blocks or buffers."""
-        # A peer that gathers may never answer. The calling thread must see the end of the transfer
-        # all the same, so it only waits then.
+        # A peer that gathers may never answer. The calling thread must notice the end of the
+        # transfer nevertheless, so for staged pulls it only waits.
         others = range(0 if self._gathers else 1, self._plan.workers)
         for nth in others:
             self._lease.connection.background.submit(self._work, nth)
@@ -221,7 +227,7 @@ class PullPipeline:
 
     def _coalesced(self, stream: Stream) -> Iterator[PullPiece]:
         self._reads.count(stream.runs_apart)
-        # Without the bytes between the runs, if the peer does not serve them.
+        # If the peer does not serve the bytes between the runs, they are not read.
         exact = source_ranges(stream) if self._lease.connection.link.exact else None
         for batch in coalesced_batches(stream.grids(), self._node.staging.piece):
             yield PullPiece(partial(self._joined, batch, exact), partial(self._spread, batch))

@@ -67,7 +67,7 @@ class OfferedPush:
     def run(self, rank: int, endpoints: Sequence[str]) -> None:
         """Have one destination rank read its part from this node, and record the outcome.
 
-        `endpoints` are those of the rank's replicas.
+        `endpoints` are the endpoints of the rank's replicas.
         """
         transfer = self._transfer
 
@@ -85,7 +85,10 @@ class OfferedPush:
             self.withdraw()
 
     def _try_replicas(self, endpoints: Sequence[str]) -> int:
-        """Announce to the replicas in turn until one has read. Return how many bytes it read."""
+        """Announce the push to the replicas in turn, until one has read the request.
+
+        Return the number of bytes that the replica read.
+        """
         left = deque(endpoints)
         while True:
             try:
@@ -95,7 +98,10 @@ class OfferedPush:
                     raise
 
     def _announce(self, endpoint: str) -> int:
-        """Repeat the announcement until the node has read. Return how many bytes it read."""
+        """Repeat the announcement until the node has read the request.
+
+        Return the number of bytes that the node read.
+        """
         pause, reconnected = _FIRST_PAUSE, False
         while True:
             self._transfer.check_cancelled()

@@ -1,4 +1,4 @@
-"""A pull's lease at one peer: open it, renew it, borrow buffers, confirm it."""
+"""A pull's lease at one peer: open the lease, renew it, borrow buffers for it, and confirm it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from kvatlas.wire.transports.offer_board import PostedOffer, SeenOffer
 A = TypeVar("A", bound=protocol.Message)
 
 _NOT_NEEDED = 0xFFFFFFFF
-"""The block id that stands for "no block" in a block table on the wire."""
+"""The block id that means "no block" in the block tables of a message."""
 
 _QUIET_SECONDS = 1.0
 """Seconds without a request after which a transfer with buffers of the peer renews its lease."""
@@ -57,7 +57,7 @@ class RankLease:
     timeout: float
     others: bool = False
     seen: SeenOffer | None = None
-    """The offer, if it was found on the peer's board. There is no lease then."""
+    """The offer that was found on the peer's board, which needs no lease; None if there is none."""
 
     def __post_init__(self) -> None:
         wanted = self.wanted
@@ -68,9 +68,12 @@ class RankLease:
         self.mine = protocol.by_group(wanted.blocks)
         self.theirs = None if wanted.peer_blocks is None else protocol.by_group(wanted.peer_blocks)
         self.lent: tuple[int, ...] = ()
-        """Staging buffers of the peer."""
+        """The indices of the peer's staging buffers that are lent to this lease."""
         self.lent_link = self.connection.link
-        """The link over which they are read: a separate one if they are for this node alone."""
+        """The link over which lent buffers are read.
+
+        It is a separate link if the peer has allocated the buffers for this node only.
+        """
         self._asked_at = time.monotonic()
         self._renew_at = math.inf
 
@@ -157,7 +160,7 @@ class RankLease:
     def check_opened(self) -> None:
         """Check the block tables and the staging buffer size in the peer's answer.
 
-        Use its block tables if the caller gave none.
+        If the caller passed no source blocks, use the block tables of the answer.
         """
         told = protocol.unpack_tables(self.opened.blocks)
         if self.seen is not None:
@@ -209,9 +212,9 @@ class RankLease:
             raise lease_expired()
 
     def await_layer(self, layer: str) -> int | None:
-        """Wait until the peer has queued a layer's kernels. Return its GPU event after them.
+        """Wait until the peer has queued a layer's kernels.
 
-        None if there is no event to wait for.
+        Return the peer's GPU event after these kernels; None if there is no event to wait for.
         """
         if not self.opened.layered:
             return self.opened.mark
@@ -245,7 +248,7 @@ class RankLease:
                 got = f"staging buffer {max(lent)} in a memory of only {count} buffers"
                 raise protocol.bad_handshake(got)
             if len(set(lent)) < len(lent):
-                raise protocol.bad_handshake(f"staging buffers {lent}, expected distinct ones")
+                raise protocol.bad_handshake(f"staging buffers {lent}, expected different buffers")
             self.lent = lent
             if 0 < len(lent) < count:
                 return
@@ -312,7 +315,7 @@ class RankLease:
         return mac_key(self.connection.session, self.opened.lease)
 
     def stream(self, layers: Collection[str] | None) -> AnyStream:
-        """Return the stream of bytes that the transfer reads, of the given layers; None: of all."""
+        """Return the stream of bytes that the transfer reads from these layers (None: all)."""
         mine, theirs, peer = self.mine, self.theirs, self.connection.peer
         return self.node.stream(peer, mine, theirs, self.tokens, layers, incoming=True)
 
@@ -338,8 +341,8 @@ class RankLease:
 def reclaimed_if_lost() -> Iterator[None]:
     """A context that turns `peer_lost` into `buffers_reclaimed`, so that the transfer starts over.
 
-    For reads of staging memory that the peer has allocated for this node only: the peer frees it
-    when it reclaims the buffers. If the peer has exited, the second attempt fails.
+    Use this for reads of staging memory that the peer has allocated for this node only, which the
+    peer frees when it reclaims the buffers. If the peer has exited, the second attempt fails.
     """
     try:
         yield

@@ -31,7 +31,7 @@ _RETRIED = PEER_GONE | {
 }  # fmt: skip
 """Error codes that a retry on another replica may avoid."""
 _TURNS = 4
-"""Parts that run at once while all of them progress: more would only contend."""
+"""The number of parts that run at once while all of them progress. More would be slower."""
 _TURN_SECONDS = 0.5
 """Seconds that a part waits for its turn while the parts before it do not progress."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
@@ -48,7 +48,7 @@ class RankPull:
         self._read_whole: AnyStream | None = None
         """The stream, if a single operation has read all of an offer that needs no lease."""
         self._received: dict[tuple[int, int], bytes] = {}
-        """Checksums of the pieces as they were sent, if one end converted them."""
+        """Checksums of converted pieces as they were sent, by (start, stop) in the stream."""
 
     def run(self) -> None:
         """Read this part, or raise its error."""
@@ -109,7 +109,7 @@ class RankPull:
         lease = self.lease
         way: Way = "coalesced" if must_coalesce(lease) else "direct"
         for name, layer in self._bound_layers():
-            if layer.nbytes:  # else another rank has it
+            if layer.nbytes:  # else other source ranks have the layer
                 self._pull(layer, way, lease.await_layer(name))
             if not self.wanted.checksums:
                 # A layer counts once the source confirms that it still held the blocks.
@@ -152,7 +152,7 @@ class RankPull:
     # -- checksums --------------------------------------------------------------------------
 
     def _note_converted(self, start: int, stop: int, piece: Any) -> None:
-        """If checksums are compared, store that of a piece as it was sent, not yet converted."""
+        """Store the checksum of a piece as it was sent, if checksums are compared."""
         if self.wanted.checksums:
             self._received[start, stop] = piece_sum(piece, self.lease.mac_key)
 
@@ -211,7 +211,7 @@ class RankReader:
     def read(
         self, transfer: Transfer, wanted: TransferRequest, rank: int, replicas: Sequence[str]
     ) -> RankPull:
-        """Read one rank's part. If many parts are being read, wait a while before.
+        """Read one rank's part. If many parts are being read, first wait a while for some to end.
 
         A request that is not offered yet is retried for `wanted.wait_for_offer` seconds.
         """
@@ -232,7 +232,7 @@ class RankReader:
     def _try_replicas(
         self, transfer: Transfer, wanted: TransferRequest, rank: int, replicas: Sequence[str]
     ) -> RankPull:
-        """Try the replicas in turn, connected ones first. Return the pull that succeeded."""
+        """Try the replicas in turn, connected replicas first. Return the pull that succeeded."""
         unknown = {one: self._connections.find(one) is None for one in replicas}
         left = deque(sorted(unknown, key=unknown.__getitem__))
         reconnected: set[str] = set()
@@ -254,7 +254,7 @@ class RankReader:
                     reconnected.add(endpoint)
                     left.appendleft(endpoint)
                 if refused.code is Code.BUFFERS_RECLAIMED:
-                    left.append(endpoint)  # it starts over, there last
+                    left.append(endpoint)  # try the other replicas first, then this one again
                 if refused.code not in _RETRIED or transfer.done or not left:
                     raise
                 transfer.restart(rank)

@@ -37,9 +37,9 @@ class RankReads:
     def __init__(self, lease: RankLease) -> None:
         self.lease, self.node, self.transfer = lease, lease.node, lease.transfer
         self.buffers: list[int] = []
-        """Staging buffers of this node."""
+        """The indices of the staging buffers of this node that the transfer uses."""
         self.runs: int | None = None
-        """The runs that were read; None to use the runs of the stream."""
+        """The number of runs that were read; None for the number of runs in the stream."""
         self._uses_blocks = False
         self._given_up: dict[Target, list[Handle]] = {"blocks": [], "buffers": []}
         """Abandoned reads that may not be over, by the memory that they write to."""
@@ -88,7 +88,7 @@ class RankReads:
         return False
 
     def staging_copy(self, buffer: int, nbytes: int, near: Any = (0,), far: Any = (0,)) -> Copy:
-        """Return the runs to copy from a staging buffer of the peer to one of this node.
+        """Return the runs to copy from a staging buffer of the peer to a buffer of this node.
 
         `buffer` indexes the acquired pairs of buffers. Each run has `nbytes` bytes. Runs begin at
         the offsets `far` in the peer's buffer and `near` in this node's buffer.
@@ -123,7 +123,7 @@ class RankReads:
         self.runs = (self.runs or 0) + runs
 
     def finish(self, handle: Handle, into: Target, *, renewing: bool) -> None:
-        """Wait for a read. If it fails but may still write, quarantine its memory until it cannot.
+        """Wait for a read. If a failed read may still write, quarantine the memory that it writes.
 
         If `renewing` is true, the lease is renewed during the read.
         """

@@ -117,8 +117,8 @@ class Session:
 
         If `streamed` is true, layers arrive one by one: `Transfer.layers` lists the layers that
         have arrived, and `wait_layers` waits for some. The last `recompute` tokens are not
-        transferred, because this node computes them itself. Sliding windows are then read as they
-        are before the first of these tokens. If `final` is true, this is the node's last read of
+        transferred, because this node computes them itself. The sliding windows that are read are
+        then those of the first of these tokens. If `final` is true, this is the node's last read of
         the request, even if it reads only a part of the offer: the source may reuse its blocks once
         no other rank reads them. The pull waits up to `wait_for_offer` seconds for a request that
         is not offered yet. `identity` overrides the node's identity for this request, for example
@@ -376,16 +376,16 @@ class Session:
     def _run_rank(
         self, transfer: Transfer, wanted: TransferRequest, rank: int, launched: LaunchedPull | None
     ) -> None:
-        """Carry out one rank's part, and record its outcome."""
+        """Run one rank's part of a pull, and record its outcome."""
         pulls: list[RankPull] = []
 
         def read() -> None:
             about = (self.node, wanted, transfer, ANSWER_SECONDS)
             try:
                 if launched is None or not launched.finish(*about):
-                    # Also if a read that was launched is invalid: this path reads again or raises
-                    # the error. Its reads are still ordered after the caller's stream, because the
-                    # queue was when the first read was launched.
+                    # If a launched read is invalid, this reads again or raises the error. The reads
+                    # still run after the work on the caller's stream: the queue was ordered after
+                    # that work when the first read was launched.
                     pulls.append(self._reader.read(transfer, wanted, rank, self._replicas[rank]))
             finally:
                 transfer.leave()

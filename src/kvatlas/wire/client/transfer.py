@@ -56,8 +56,8 @@ class TransferPart:
 class Transfer:
     """A request in flight over several ranks.
 
-    It is ready when every rank has delivered. The first failure of a rank ends it, and so does its
-    deadline, regardless of what the ranks are waiting for. Its blocks may be reused once it is
+    It is ready when every rank has delivered. It fails when one rank fails or its deadline passes,
+    regardless of what the ranks are waiting for. Its blocks may be reused once it is
     `released`. A failed transfer is released only when the transport is known to have stopped using
     its blocks.
 
@@ -154,7 +154,7 @@ class Transfer:
         return self._cancel.is_set()
 
     def cancel(self) -> None:
-        """Cancel the transfer. When this returns, it has failed, unless it was already ready."""
+        """Cancel the transfer. When this returns, the transfer has failed or was already ready."""
         self._cancel.set()
         self._fail(self._cancellation())
 
@@ -170,7 +170,7 @@ class Transfer:
             self._over.wait(max(0.0, left if timeout is None else min(timeout, left)))
         if not self.done:
             problem = f"The transfer is still running after {time.monotonic() - self.begun:.1f} s"
-            raise AtlasError(Code.DEADLINE, problem, got=self, hint="Wait longer, or cancel it")
+            raise AtlasError(Code.DEADLINE, problem, got=self, hint="Wait longer, or call cancel()")
         if self.error is not None:
             raise self.error
         return self
@@ -322,7 +322,7 @@ class Transfer:
                 self._release()
 
     def settle(self) -> bool:
-        """The same as `released`, under the name that `Quarantine` calls."""
+        """Return `released`. `Quarantine` calls this method."""
         return self.released
 
     def finished(self, rank: int) -> None:

@@ -13,7 +13,7 @@ from kvatlas.wire.protocol import How
 from kvatlas.wire.transports.errors import failed
 
 RENAMED_HOWS = {"landed": "coalesced"}
-"""Former values, for the hint of an error."""
+"""Former values of `how` and their new names, for the hint of an error."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class TransferRequest:
     final: bool = False
     wait_for_offer: float = 0.0
     identity: CacheIdentity | None = None
-    """The identity of the request's cache, if it differs from the node's."""
+    """The identity of the request's cache; None for the node's identity."""
     replaceable: bool = False
-    """Whether another process may replace the source, and its bytes then fill the same blocks."""
+    """Whether another process may replace the source during the pull and fill the same blocks."""
     mark: int | None = None
-    """The mark after which this node's blocks may be read or written, if they are on a GPU."""
+    """The GPU event after which this node's blocks may be accessed; None on the host."""
 
     def __post_init__(self) -> None:
         if self.identity is not None:

@@ -1,4 +1,4 @@
-"""Answers to a node's peers: welcomes, leases, staged pieces, checksums.
+"""Answer the questions of a node's peers with welcomes, leases, gathered bytes and checksums.
 
 Every question is checked against the peer's session and lease before anything is accessed. An error
 is sent to the peer as an answer.
@@ -86,7 +86,7 @@ class Answers:
         peer = checked_peer(hello, plan, self.node.transport.name, caller.names)
         self.node.check_peer(peer)
         session = self.sessions.begin(hello, peer, caller)
-        log.info("welcome name=%r rank=%d transport=%s", peer.name, peer.rank, hello.transport)
+        log.info("connected name=%r rank=%d transport=%s", peer.name, peer.rank, hello.transport)
         answer = self.node.hello(with_plan=True, version=hello.version)
         return protocol.Welcome(hello=answer, session=session)
 
@@ -126,7 +126,7 @@ class Answers:
                 part_of=offer,
                 entries=sum(map(len, (*theirs.values(), *offer.blocks.values()))),
             )
-        log.info("open request=%r name=%r", lease.request, peer.name)
+        log.info("lease granted request=%r name=%r", lease.request, peer.name)
         try:
             self.sessions.find(question.session, caller)
         except AtlasError:  # the session has ended while the lease was granted
@@ -231,7 +231,7 @@ class Answers:
             lease.staged = True
             if question.start <= lease.gathered < question.stop:
                 lease.gathered, lease.moved_at = question.stop, time.monotonic()
-        # What was gathered counts only if the blocks were still held when it was done.
+        # The gathered bytes count only if the lease still held the blocks afterwards.
         lease.check()
         return protocol.Ok(seconds=lease.left)
 
@@ -274,8 +274,8 @@ class Answers:
     def _must_gather(self, lease: Lease) -> bool:
         """Whether this node must gather the pull's bytes, because the peer cannot read the pools.
 
-        The peer cannot if the pools are not shared, or need a conversion that it cannot do as it
-        reads.
+        The peer cannot read pools that are not shared, or that need a conversion which it cannot
+        do during the read.
         """
         stream, casts = lease.stream, self.node.transport.casts
         converts = isinstance(stream, ConvertedStream) and not (casts and stream.by_element)

@@ -1,18 +1,19 @@
-"""Lending staging buffers to peers: fair shares, and reclaiming from peers without progress.
+"""Lend staging buffers to peers in fair shares, and reclaim them from peers without progress.
 
-A lease borrows all its buffers at once. Of several waiting peers, the one that holds the fewest
-buffers goes first, then the one that asked first. A peer that is alone may use all buffers.
+A lease borrows all its buffers at once. Of several waiting peers, the peer with the fewest buffers
+is served first; among equals, the peer that asked first. A single peer may use all buffers.
 
 While a peer waits, buffers are reclaimed from a lease that is *overdue*: its peer has been silent,
-has not used the buffers, or moves no bytes (`_is_overdue`). If none is overdue and the waiting peer
-holds no buffer, a peer that uses more than its share in several leases loses the newest of them.
+has not used the buffers, or moves no bytes (`_is_overdue`). If no lease is overdue and the waiting
+peer has no buffer, a peer that uses more than its share in several leases loses the buffers of the
+newest of these leases.
 
 The peer of a reclaimed lease may be a stopped process that later continues, in the middle of a
-read. It never takes another lease's bytes for its own:
+read. Three rules ensure that it never mistakes another lease's bytes for its own:
 
 1. The node reclaims under the lease's guard. So no copy for the lease is in progress, and
    none begins afterwards: `Gather` checks the loan under the guard.
-2. The node lends the buffers to another lease only after it has marked this one as reclaimed.
+2. The node lends the buffers to another lease only after it has marked the lease as reclaimed.
 3. A transfer is ready only when the node has answered `Close` with success, which the reader sends
    after its last read. The node refuses it for a lease that was reclaimed after a `Gather`.
 
@@ -51,7 +52,7 @@ _PER_LEASE = 2
 
 
 class _Wish(NamedTuple):
-    """A peer's wait for buffers: the times when it began and when the peer last asked."""
+    """The times at which a peer began to wait for buffers, and at which it last asked for them."""
 
     since: float
     last: float
@@ -74,10 +75,10 @@ class Lending:
             return sum(self._held.values())
 
     def lend(self, lease: Lease, count: int, timeout: float) -> Loan | None:
-        """Lend buffers to a lease for the rest of its time, and return them.
+        """Lend buffers to a lease until the lease ends, and return them.
 
-        Wait up to `timeout` for them. Return None if none became free, or if another request of
-        the lease is waiting.
+        Wait up to `timeout` for free buffers. Return None if no buffer became free, or if another
+        request of the lease is waiting.
         """
         with lease.guard:
             if lease.loan is not None or lease.reclaimed:

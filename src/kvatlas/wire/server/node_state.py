@@ -95,9 +95,9 @@ class NodeState:
         self.lending = Lending(for_peers, most)
         """The staging buffers that peers borrow."""
         self.scatter_threads = 2
-        """Threads that scatter a request, one while another reads. May change at any time.
+        """The number of threads that move one request: while one reads, another scatters.
 
-        Set to 1 if other work needs the cores.
+        It may be changed at any time. Set it to 1 if other work needs the CPU cores.
         """
         self.leases = Leases(self.lending.end)
         self.ledger = BlockLedger(self.plan, self.rank)
@@ -206,7 +206,7 @@ class NodeState:
         return all(map(self.transport.shares, self.plan.rank_pools(self.rank)))
 
     def register(self) -> None:
-        """Register the memory with the transport, and prepare to move it."""
+        """Register the memory with the transport, and prepare to move bytes of it."""
         self.transport.protect(self.security, self.authorise)
         self.transport.register(self.memory)
         pools = {index: at for index, at in self.memory.items() if index != STAGING}
@@ -298,7 +298,8 @@ class NodeState:
     def fill(self, part: StreamPiece, piece: Any) -> None:
         """Gather a part of a stream from this node's pools into the buffer `piece`.
 
-        The bytes are converted to the format in which they are sent. Returns once they are there.
+        The bytes are converted to the format in which they are sent. Returns after the last byte is
+        in the buffer.
         """
         part.fill(self.mover.gather, piece)
         if part.parts:

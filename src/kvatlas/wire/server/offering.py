@@ -61,11 +61,11 @@ class OfferingNode(NodeState):
         """Let peers read a request's blocks, which must not change until they are released.
 
         The offer expires after `timeout` seconds. `readers` names the nodes that may read; None
-        allows any. `released` is called once, with the request and a reason, for example when all
-        ranks that read from this one have done so or the offer has expired. Only then may the
-        blocks be reused. With `recompute`, sliding windows also include what the last `recompute`
-        tokens need, for peers that compute these tokens again. Block table entries that no offered
-        token needs may have any value.
+        allows any. `released` is called once, with the request and a reason, when the offer ends:
+        for example, when all ranks that read from this rank have finished. Only then may the blocks
+        be reused. With `recompute`, sliding windows also include what the last `recompute` tokens
+        need, for peers that compute these tokens again. Block table entries that no offered token
+        needs may have any value.
 
         A `layered` offer may be made before its content is written: the node calls `layer_written`
         for each layer, and a `streamed` pull reads each layer as it becomes available. `identity`
@@ -92,8 +92,8 @@ class OfferingNode(NodeState):
     def _post(self, offer: Offer) -> None:
         """Post an offer on the board, where peers on this host find it without asking this node.
 
-        Not posted are offers that are restricted to some readers, that are written layer by layer,
-        or whose identity is not the node's.
+        An offer is not posted if it is restricted to some readers, is written layer by layer, or
+        has another identity than the node.
         """
         board = self.transport.board
         own = offer.identity == self.identity
@@ -161,7 +161,7 @@ class OfferingNode(NodeState):
     def checked_tables(
         self, blocks: Any, tokens: Any, end: str, *, recompute: int = 0
     ) -> tuple[dict[int, Int64s], int, int]:
-        """Return (block tables by group, start, stop) of the tokens, after checking them.
+        """Check block tables and tokens. Return (tables by group, first token, token after last).
 
         `end` ("source" or "destination") is for error messages.
         """

@@ -1,4 +1,4 @@
-"""Sessions: connected peers, each under a key.
+"""The sessions of a node with its peers, by key.
 
 A session ends a few seconds after its last connection: a process that was killed or restarted has
 lost its connections. A peer cannot end the session of another, whatever name it sends. If there are
@@ -38,11 +38,11 @@ class _Welcomed:
     key: bytes
     peer: Peer
     said: bytes
-    """A digest of the hello that started it."""
+    """A digest of the hello that started the session."""
     first: Caller
     callers: set[Caller] = field(default_factory=set)
     ends: float = float("inf")
-    """When it ends, if it has no connection left."""
+    """When the session ends (monotonic clock); infinite while it has a connection."""
 
 
 class Sessions:

@@ -1,7 +1,7 @@
-"""Access control of transports: what they guarantee, and what they ask before they serve a read.
+"""Access control of transports: what they guarantee, and how a node authorises each read.
 
-A transport has no plans, sessions or leases. It passes their keys on as bytes to the node that
-uses the transport. The node decides which reads are allowed.
+A transport has no plans, sessions or leases. It passes session ids and lease keys, as bytes, to
+the node that uses the transport. The node decides which reads are allowed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class AskedRead(NamedTuple):
 
     session: bytes
     names: frozenset[str] | None
-    """The names that the peer has proved; None if its connection proves none."""
+    """The node names that the peer's key proves; None if its connection proves no name."""
     lease: bytes
     region: int
     starts: Int64s

@@ -1,7 +1,8 @@
-"""Admission of new connections: one thread runs the handshakes of all of them.
+"""Admit new connections. One thread runs the handshakes of all connections.
 
 A connection that is not authenticated yet costs a descriptor, but no thread. Few such connections
-are kept. If there are too many, the host or process with the most of them loses its oldest one.
+are kept. If there are too many, the host or process with the most such connections loses its oldest
+connection.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _PROVING = 5.0
 _LOOK = 0.5
 """Seconds between checks for connections that take too long."""
 _AT_ONCE = 16
-"""The number of connections that are accepted before the others are looked at again."""
+"""The maximum number of connections to accept before handshakes in progress continue."""
 
 
 @dataclass(eq=False)
@@ -40,11 +41,11 @@ class Newcomer:
 
     connection: socket.socket
     source: object
-    """The host or process that it comes from."""
+    """The host or process that the connection comes from."""
     fd: int
     steps: Steps[None] = field(init=False)
     until: float = field(default_factory=lambda: time.monotonic() + _PROVING)
-    """When it is dropped; infinity once it is authenticated."""
+    """When the connection is dropped (monotonic clock); infinity once it is authenticated."""
 
     def admit(self) -> None:
         """Mark the connection as authenticated, so that it is not dropped for taking too long."""
@@ -52,7 +53,7 @@ class Newcomer:
 
 
 class Admission(threading.Thread):
-    """Accepts connections, and runs the generator that `handshake` returns for each of them.
+    """Accepts connections, and runs the generator that `handshake` returns for each connection.
 
     If the generator returns, it has taken over the connection. If it raises an error, the
     connection is closed. `source` returns the host or process that a connection comes from, or
@@ -69,7 +70,7 @@ class Admission(threading.Thread):
         super().__init__(name=name, daemon=True)
         self._listener, self._source, self._handshake = listener, source, handshake
         self._newcomers: dict[int, Newcomer] = {}
-        """By descriptor, oldest first."""
+        """Connections during their handshake, by file descriptor, the oldest first."""
         self._waiting = selectors.DefaultSelector()
         self._closed = False
         listener.setblocking(False)

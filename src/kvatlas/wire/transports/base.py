@@ -62,7 +62,7 @@ class OnePeerMemory:
     ) -> OnePeerMemory:
         """Publish a region with the transport `alone`, which has no other region.
 
-        `view` is the same memory as an array or tensor. `wipe` is called at the end to free it.
+        `view` is the same memory as an array or tensor. `end` calls `wipe` to free the memory.
         """
         alone.register({STAGING: region})
 
@@ -89,11 +89,11 @@ class PreparedRead(ABC):
         self,
         source: Mapping[int, BlockIds],
         destination: Mapping[int, BlockIds],
-        behind: int | None,
+        after_event: int | None,
     ) -> Handle | None:
         """Read from the peer's blocks `source` into this process's blocks `destination`.
 
-        The read runs after the peer's GPU event `behind` and the work on the caller's current
+        The read runs after the peer's GPU event `after_event` and the work on the caller's current
         stream. Return None, and read nothing, if it cannot start at once.
         """
 
@@ -110,7 +110,7 @@ class Link(ABC):
     exact: ClassVar[bool] = False
     """Whether the peer serves only the exact bytes of a lease, so that gaps cannot be read."""
     board: PeerBoard | None = None
-    """The board on which the peer posts its offers; None if it must be asked by message."""
+    """The board on which the peer posts its offers; None if readers must ask the peer for them."""
 
     def __init__(self, owner: Transport, peer_memory: Mapping[int, Memory]) -> None:
         self.owner, self.own_memory, self.peer_memory = owner, owner.memory, dict(peer_memory)
@@ -153,9 +153,10 @@ class Link(ABC):
         return all(copy.cast is None for copy in copies)
 
     def prepare(self, shape: RequestShape) -> PreparedRead | None:
-        """Prepare reads for requests of one shape, so that each read starts in microseconds.
+        """Prepare reads for requests that differ only in block ids.
 
-        Return None if the link has no fast path.
+        Each read then starts in microseconds. `shape` describes the rest of the request. Return
+        None if the link has no fast path.
         """
         del shape
         return None
@@ -263,7 +264,7 @@ class Transport(ABC):
         self.marks: DeviceMarks | None = None
         """The marks of the GPU with the registered memory; None if all memory is on the host."""
         self.board: OfferBoard | None = None
-        """The board on which peers find offers; None if they must ask by message."""
+        """The board on which peers find offers; None if they must ask the node for them."""
         self.open = True
         self.copy_threads = 1
         """The maximum number of threads that copy for one read, if the CPU copies."""
@@ -272,7 +273,7 @@ class Transport(ABC):
         self._links: WeakSet[Link] = WeakSet()
 
     def register(self, memory: Mapping[int, Memory]) -> None:
-        """Register regions of this process by pool index. Peers can access the shared ones."""
+        """Register regions of this process by pool index. Peers can access the shared regions."""
         self.check()
         taken = set(memory) & set(self.memory)
         if taken:
@@ -280,7 +281,7 @@ class Transport(ABC):
             got = f"pools {sorted(taken)}, which are already registered"
             hint = "Close the transport before you register other memory"
             raise AtlasError(Code.TWICE, problem, got=got, hint=hint)
-        # Empty regions are left out: they hold no bytes, and not all libraries accept them.
+        # Empty regions are left out, because not all libraries accept them.
         taken_here = {p: at for p, at in memory.items() if at.nbytes and self.takes(at.device)}
         gpus = [region.number for region in memory.values() if region.device != HOST]
         if gpus and self.marks is None:

@@ -42,7 +42,7 @@ from kvatlas.wire.transports.offer_board import OfferBoard
 from kvatlas.wire.transports.opened_memory import OpenedMemory
 
 _SHARE = 0.08
-"""The default share of GPU time for copies. It slows memory-bound kernels by less than 5%."""
+"""The default share of GPU time for copies, which slow memory-bound kernels by less than 5%."""
 
 _here: weakref.WeakValueDictionary[str, CudaTransport] = weakref.WeakValueDictionary()
 """This process's transports by token: CUDA cannot open a handle in the process that made it."""
@@ -52,9 +52,9 @@ class CudaTransport(Transport):
     """Moves bytes between pools in the memory of GPUs on one host.
 
     In the long run, copies take at most `share` of the GPU's time; 1 means no limit. Each copy runs
-    at full speed, and the next one starts later if necessary. If `multiprocessors` is not 0, a copy
-    uses at most that many of the GPU's multiprocessors. All regions of one transport are on one
-    GPU. The two ends of a link may be on different GPUs, if one can access the other's memory.
+    at full speed, and the next copy starts later if necessary. If `multiprocessors` is not 0, a
+    copy uses at most that many of the GPU's multiprocessors. All regions of one transport are on
+    one GPU. A link may connect two GPUs, if this end's GPU can access the memory of the peer's GPU.
     """
 
     name: ClassVar[str] = "cuda"
@@ -211,7 +211,7 @@ class CudaTransport(Transport):
             )
         here = _here.get(published.token)
         if here is not None and any(here.memory.get(pool) != at for pool, at in memory.items()):
-            problem = "The regions differ from those that the peer, in this process, registered"
+            problem = "The regions are not those that the peer in this process registered"
             got = f"pools {sorted(memory)} with other addresses, sizes or devices"
             hint = "Pass the peer transport's `reachable` regions unchanged"
             raise errors.failed(got, hint, problem)
@@ -233,7 +233,7 @@ class CudaTransport(Transport):
         return CudaEnd(self._driver, self.device, self.opened, queue, self._pace, marks_here)
 
     def _close(self) -> None:
-        """Stop publishing. Peers with mapped memory notice it when they confirm their leases."""
+        """Stop publishing. A peer with mapped memory notices this when it confirms its lease."""
         _here.pop(self.token, None)
         self._regions.clear()
         self._allocations.clear()

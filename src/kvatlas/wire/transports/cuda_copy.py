@@ -1,4 +1,4 @@
-"""Copies on a GPU: when they are launched, whether they have ended, how long they took.
+"""Launch copies on a GPU, detect their end, and limit their share of the GPU's time.
 
 A fast copy uses all memory bandwidth for a short time. That slows down concurrent kernels less than
 a slow copy of the same bytes, which occupies multiprocessors for longer. So copies run at full
@@ -28,7 +28,7 @@ ALLOWANCE = 10e-3
 """The maximum copy time in seconds that can be saved up during pauses."""
 
 _SLOWEST = 500e9
-"""The minimum bandwidth of a running copy in bytes per second. A slower one was interrupted."""
+"""The minimum bandwidth of a running copy in bytes per second. A slower copy was interrupted."""
 
 
 class CopyPace:
@@ -106,7 +106,7 @@ class CudaCopy(Handle):
         pace: CopyPace,
         nbytes: Callable[[], int],
     ) -> None:
-        """`launch` starts the copy. It returns (posted copy, function to call once it has ended).
+        """`launch` starts the copy. It returns (posted copy, function to call after its end).
 
         The copy is launched once `may_begin` returns True and `pace` permits it. `check` raises an
         error if the link is closed. `nbytes` returns the size of the copy in bytes.
@@ -209,14 +209,14 @@ class CudaCopy(Handle):
 
 @dataclass(frozen=True)
 class CudaPreparedRead(PreparedRead):
-    """Prepared reads over one link, for requests of one shape. Little is left to do per request."""
+    """Prepared reads over one link, for requests that differ only in their block ids."""
 
     runs: PreparedRuns
     opened: OpenedMemory
     mapped: Sequence[MappedAllocation]
     """The peer's allocations, as they were mapped when the read was prepared."""
     passed: Callable[[int | None], bool]
-    """Whether a mark of the peer has completed."""
+    """Returns whether a GPU event of the peer has completed; True for None."""
     pace: CopyPace
     check: Callable[[], None]
     """Raises an error if the link is closed."""
@@ -227,10 +227,10 @@ class CudaPreparedRead(PreparedRead):
         """Whether the peer's memory is no longer mapped at the same addresses."""
         return any(one.stale for one in self.mapped)
 
-    def begin(self, source: Tables, destination: Tables, behind: int | None) -> Handle | None:
+    def begin(self, source: Tables, destination: Tables, after_event: int | None) -> Handle | None:
         """Launch the read, if it may begin now and the peer's memory is still mapped."""
         self.check()
-        if not self.passed(behind) or not self.pace.may_begin():
+        if not self.passed(after_event) or not self.pace.may_begin():
             return None
         if not self.opened.hold(self.mapped):
             return None

@@ -41,7 +41,7 @@ class CudaEnd(NamedTuple):
     queue: DeviceQueue
     pace: CopyPace
     marks_here: Callable[[], DeviceMarks | None]
-    """Returns the peer's marks if the peer is in this process; otherwise None.
+    """Returns the peer's GPU events if the peer is in this process; otherwise None.
 
     The addresses of such a peer need no mapping.
     """
@@ -153,13 +153,14 @@ class CudaLink(Link):
     def _place(self, pool: int) -> int:
         """Return a number with the same alignment as the address of a peer's pool.
 
-        It is the offset in the allocation, unless the peer is in this process.
+        The number is the pool's offset in its allocation, or its address if the peer is in this
+        process.
         """
         here = self._end.marks_here() is not None
         return self.peer_memory[pool].address if here else self._regions[pool].offset
 
     def prepare(self, shape: RequestShape) -> PreparedRead | None:
-        """Prepare reads for requests of one shape.
+        """Prepare reads for requests that differ only in block ids.
 
         Return None if a block of the shape is outside its pool, or the link prepares nothing.
         """
@@ -216,7 +217,7 @@ class CudaLink(Link):
     def _launch(
         self, runs: Sequence[AddressRuns], pools: Sequence[tuple[int, int]], *, write: bool
     ) -> tuple[Posted, Callable[[], None]]:
-        """Launch runs between pools. Return (posted work, function to call once it has ended).
+        """Launch runs between pools. Return (posted work, function to call after its end).
 
         `pools` are (source pool, target pool) of each item of `runs`, whose offsets are relative
         to these pools. If `write` is true, the peer is the target, otherwise the source.

@@ -1,4 +1,4 @@
-"""Errors that all transports share, and encoding of the metadata that they publish."""
+"""Errors that all transports share, and the encoding of the metadata that they publish."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ MAX_METADATA_BYTES = 1 << 20
 Published = TypeVar("Published", bound=msgspec.Struct)
 
 _decoding = fresh_in_children(threading.Lock())
-"""msgspec crashes if two threads decode a type for the first time concurrently."""
+"""Held while metadata is decoded.
+
+msgspec crashes if two threads decode a type for the first time concurrently.
+"""
 
 
 def bad_metadata(
@@ -79,7 +82,7 @@ def coded_limits() -> Iterator[None]:
 def check_descriptors(count: int) -> None:
     """Raise `too_many_files` unless this process can open `count` more files.
 
-    For libraries that crash, or report another error, if they cannot open a file.
+    Use this before calls to a library that crashes, or hides the cause, if it cannot open a file.
     """
     opened: list[int] = []
     try:

@@ -86,8 +86,8 @@ class Handle(ABC):
     def settle(self) -> bool:
         """Return True if the operation can no longer read or write this process's memory.
 
-        While the result is False, the operation may still do so, even if it was released or has
-        failed. Once True, the result stays True. Never raises, and may be called at any time
+        While the result is False, the operation may still access memory, even if it was released or
+        has failed. Once True, the result stays True. Never raises, and may be called at any time
         from any thread.
         """
         if not self._settled:

@@ -1,4 +1,4 @@
-"""Transfers between two transports of one process. A reference for other transports."""
+"""The `memory` transport, which copies inside one process. A reference for other transports."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class _MemoryLink(Link):
         source, destination = (
             (self.own_memory, self.peer_memory) if write else (self.peer_memory, self.own_memory)
         )
-        # Look up the regions now: these are the ones whose bounds were checked.
+        # Look up the regions now, because the bounds were checked against these regions.
         ends = [
             (as_bytes(source[c.source_pool]), as_bytes(destination[c.destination_pool]), c)
             for c in copies

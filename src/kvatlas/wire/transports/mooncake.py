@@ -12,7 +12,7 @@ the peer continues. Only destroying the engine stops them: this closes the engin
 joins the one thread that reads from them. So a transport has one engine that serves peers, and each
 link has a separate engine for its calls. The link destroys that engine after a failed call.
 
-Mooncake listens on every interface, whatever host it is given; `socket_filter` restricts that.
+Mooncake listens on every interface, even if a host is passed. `socket_filter` restricts that.
 Mooncake rejects ranges outside the peer's registered memory. It does not check ranges in this
 process; only the link's bounds check does.
 """
@@ -147,7 +147,7 @@ def make_engine(host: str) -> Any:
                 hint = "Pass an address of this machine"
                 raise errors.failed(f"host={host!r}", hint, "Mooncake cannot start an engine")
             if _narrowed(before, addresses):
-                # The engine's pending accept() still has the old timeout. This connection ends it.
+                # The engine's pending accept() still has the old timeout. A connection ends it.
                 answers(_Published(host, engine.get_rpc_port()))
                 return engine
     got = f"{_TRIES} attempts in which a process connected, or another thread opened a socket"
@@ -240,7 +240,7 @@ class MooncakeLink(Link):
             except AtlasError as problem:
                 failure = problem
             except Exception as problem:
-                # A new error, because the traceback of this one would keep the engine alive.
+                # A new error, because the traceback of `problem` would keep the engine alive.
                 failure = errors.failed(f"{type(problem).__name__}: {problem}")
             if failure is None:
                 job.outcome.set_result(None)
@@ -317,7 +317,7 @@ class MooncakeHandle(Handle):
 
     def __init__(self, *runs: Int64s, write: bool) -> None:
         self.runs, self.write = runs, write
-        """Addresses at this end, addresses at the peer, and lengths."""
+        """The runs as (addresses here, addresses at the peer, lengths), and whether to write."""
         self._lock = threading.Lock()
         self._given_up = False
         self.begun = False
@@ -351,8 +351,8 @@ class MooncakeHandle(Handle):
     def _settle(self) -> bool:
         """Whether the operation certainly no longer accesses memory.
 
-        True if it was released before its first call. Also true if the thread is done with it and
-        each call has succeeded or its engine is destroyed.
+        This is so if the operation was released before its first call. It is also so if the link's
+        thread is done with the operation, and each call has succeeded or its engine is destroyed.
         """
         with self._lock:
             if self._given_up and not self.begun:

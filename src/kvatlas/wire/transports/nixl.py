@@ -61,7 +61,7 @@ class NixlTransport(Transport):
         self._agents = Agents(kind, backend, device, over_tcp=over_tcp)
         self.beyond_host = self._agents.beyond_host
         self.guarantees = self._agents.guarantees
-        # Names are unique, so that a restarted peer is not taken for the old one.
+        # Names are unique, so that a restarted peer is not mistaken for its predecessor.
         self._name = f"kvatlas-{secrets.token_hex(16)}"
         self._agent: Any = self._agents.make(self._name, serves=True)
         self._made: set[NixlLink] = set()

@@ -32,7 +32,7 @@ _DESCRIPTORS = 64
 _LONGEST_SLEEP = 5_000
 """The maximum sleep in microseconds of a thread that serves peers. Incoming data wakes it."""
 _ON_ONE_HOST = {"all", "sm", "shm", "cma"}
-"""UCX transports (UCX_TLS) that can read from another process without its participation."""
+"""UCX transports (UCX_TLS) that can read another process's memory without its participation."""
 
 
 class Agents:
@@ -63,7 +63,7 @@ class Agents:
         """Whether the CPU moves the bytes, during calls to an agent of this process."""
 
     def make(self, name: str, *, serves: bool) -> Any:
-        """Return a new agent. If it `serves` peers, it has a thread for that."""
+        """Return a new agent. If `serves` is true, the agent has a thread that serves peers."""
         errors.check_descriptors(_DESCRIPTORS)
         strict = self._library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         config = self._library.nixl_agent_config(
@@ -95,7 +95,7 @@ class Agents:
 
 
 def not_empty(memory: Mapping[int, Memory]) -> dict[int, Memory]:
-    """Return the regions without empty ones, which NIXL does not accept."""
+    """Return the regions that are not empty. NIXL does not accept empty regions."""
     return {pool: region for pool, region in memory.items() if region.nbytes}
 
 

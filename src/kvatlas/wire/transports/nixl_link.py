@@ -4,12 +4,12 @@ NIXL cannot cancel an operation: a request that was released, or whose peer was 
 writes to memory if the peer continues. Only destroying the agent guarantees that no operation is
 left. The link gives up its agent as soon as that is safe:
 - A closed link lets its operations in flight finish first.
-- A link that has lost its peer is closed too: UCX ends all operations of a broken connection, and
-  reports that for each one when it is polled.
+- A link that has lost its peer is closed too. UCX ends all operations of a broken connection, and
+  reports the end of each operation when it is polled.
 - A severed link gives up its agent with operations in flight. With RDMA the network card writes to
   memory by itself, so the agent is destroyed. Without RDMA the agent is retired: it has no thread,
-  so nothing arrives once it is no longer called. It is never destroyed, because UCX then sometimes
-  aborts both this process and the peer that was replying.
+  so nothing arrives once it is no longer called. A retired agent is never destroyed, because UCX
+  then sometimes aborts both this process and the peer that was replying.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class NixlLink(Link):
         self.board = None if published.board is None else open_board(published.board)
 
     def sign_in(self, access: Access, deadline: float) -> None:
-        """Introduce the peer to the agent, and let both set up their connections."""
+        """Pass the peer's metadata to the agent, and wait until both have set up connections."""
         del access, deadline
         with translated():
             self._register_memory()
@@ -84,7 +84,7 @@ class NixlLink(Link):
             self.agent.add_remote_agent(metadata)
             if rows := not_empty(self.peer_memory):
                 self.agent.prep_xfer_dlist(self.peer, rows_of(rows), self._kind).release()
-            # An operation before the setup is complete may need the peer's CPU, unlike later ones.
+            # Only operations before the end of the setup may need the peer's CPU.
             # An agent without a thread makes progress only during calls.
             until = time.monotonic() + _MEETING
             while time.monotonic() < until:
@@ -246,7 +246,7 @@ class NixlHandle(Handle):
                 self._arrive()
 
     def _poll(self) -> bool:
-        # Without the lock first: another thread may hold it while it starts an operation.
+        # First check without the lock, which another thread may hold while it starts an operation.
         if self._arrived:
             return True
         with self._link.lock:

@@ -3,7 +3,7 @@
 Between processes of one host, the CPU copies the data during the call that starts a read, and an
 agent handles one call at a time. If there are enough cores, a large read is divided between two
 agents, and two concurrent reads use one agent each. The second agent is created in the background
-during the first large read, which does not wait for it.
+during the first large read, which does not wait for the second agent.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class _BothHandles(Handle):
     def _settle(self) -> bool:
         if not self._second.done():
             return False
-        # If it was not posted, no bytes can arrive.
+        # If the second part was not posted, no bytes of it can arrive.
         second = self._second.exception() is not None or self._second.result().settle()
         return self._first.settle() and second
 

@@ -1,7 +1,7 @@
-"""Non-blocking sockets: send and receive step by step, so that one thread serves many.
+"""Non-blocking sockets: send and receive step by step, so that one thread serves many sockets.
 
-A step is a generator that yields the event to wait for (`selectors.EVENT_READ`, `EVENT_WRITE`).
-`send_buffers` is for blocking sockets, which a thread of their own serves.
+An operation is a generator. It yields the event to wait for before its next step, which is
+`selectors.EVENT_READ` or `EVENT_WRITE`. Only `send_buffers` is for blocking sockets.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Steps = Generator[int, None, T]
-"""Yields the event to wait for before the next step."""
+"""An operation in steps. It yields the event to wait for, and finally returns its result."""
 _MOST_BUFFERS = 512
-"""The number of buffers that one system call sends. Linux allows 1,024."""
+"""The maximum number of buffers that one system call sends. Linux allows 1,024."""
 
 
 def until_ready(call: Callable[[], T], event: int = EVENT_READ) -> Steps[T]:
-    """Repeat a call on a socket until it does not have to wait, and return its result.
+    """Repeat a call on a socket until the call does not have to wait, and return its result.
 
     `event` is the event to wait for if the socket has no TLS. TLS sockets report the event
     themselves.

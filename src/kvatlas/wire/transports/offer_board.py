@@ -1,6 +1,6 @@
 """Offer board: shared memory in which processes on one host see offers without asking.
 
-A source posts its offers, and takes each one down before its blocks may be reused. A reader that
+A source posts its offers, and takes an offer down before its blocks may be reused. A reader that
 finds an offer reads the blocks and then checks the board again. If the offer's generation is
 unchanged and the source's process has not begun to exit, the source held the blocks until the last
 byte was read. So a memory read replaces a confirmation by message.
@@ -42,9 +42,12 @@ _SLOTS = 128
 _SLOT_BYTES = 32 << 10
 # Native byte order and alignment: the CPU reads each number atomically.
 _ROW, _NAME = struct.Struct("4q"), struct.Struct("q")
-"""The layout of a slot's row: generation, digest of the name, bytes, digest; and of one number."""
+"""The layouts of a slot's header and of one number.
+
+The header contains the generation, a digest of the name, the content's size, and its digest.
+"""
 _HEAD_BYTES = 8192
-"""The size of the header: one row per slot, the last completed mark, and the token."""
+"""The bytes before the contents: the slots' headers, the last completed mark, and the token."""
 _BOARD_BYTES = _HEAD_BYTES + _SLOTS * _SLOT_BYTES
 
 _TOKEN_AT, _TOKEN_BYTES = _SLOTS * _ROW.size + _NAME.size, 16
@@ -54,7 +57,7 @@ Posting = tuple[int, int]
 """A slot, and the generation in which an offer was posted there."""
 
 _MEMFD = "/memfd:kvatlas"
-"""The start of the link in `/proc/.../fd` of a board's descriptor."""
+"""The start of the target of the symbolic link `/proc/PID/fd/N` for a board's descriptor."""
 
 
 class PostedOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -228,7 +231,7 @@ class PeerBoard:
         return generation
 
     def find(self, request: str) -> SeenOffer | None:
-        """Return the offer of a request; None if it is missing or invalid or its source is gone."""
+        """Return a request's offer; None if it is missing or invalid, or the source has exited."""
         seen = (one for one in self._glimpses(request) if one.genuine and one.held)
         return next(seen, None) if self.alive else None
 

@@ -1,4 +1,4 @@
-"""Mapped allocations of other processes. The least recently used ones are unmapped first."""
+"""Mapped allocations of other processes. The least recently used allocation is unmapped first."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class MappedAllocation:
     address: int
     users: int = 0
     forgotten: bool = False
-    """Whether it is unmapped as soon as it has no users."""
+    """Whether the allocation is unmapped as soon as it has no users."""
     gone: bool = False
-    """Whether it was unmapped. Mapping the allocation again makes a new `MappedAllocation`."""
+    """Whether the allocation was unmapped. Mapping it again makes a new `MappedAllocation`."""
 
     @property
     def stale(self) -> bool:
@@ -68,7 +68,7 @@ class OpenedMemory:
             return mapping
 
     def hold(self, mappings: Sequence[MappedAllocation]) -> bool:
-        """Add one use to each mapping. Return False, and add none, if one of them is `stale`."""
+        """Add one use to each mapping. Return False, and add none, if a mapping is `stale`."""
         with self._lock:
             if any(mapping.stale for mapping in mappings):
                 return False

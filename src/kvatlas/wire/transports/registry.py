@@ -29,8 +29,8 @@ _CLASSES = {
     "memory": "MemoryTransport",
 }
 TRANSPORT_NAMES = tuple(_CLASSES)
-"""The transports of kvatlas in order of preference: the fastest first, then those with the widest
-reach."""
+"""The transports of kvatlas in order of preference: the fastest first, then the transports that
+reach the most peers."""
 
 
 def make_transport(name: str, /, **options: Any) -> Transport:

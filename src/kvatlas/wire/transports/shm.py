@@ -3,7 +3,7 @@
 Each end publishes the name of a socket and the positions of its regions in segments. A peer that
 connects to the socket receives the segments' descriptors. The segments are sealed, so they cannot
 shrink. The connection stays open, so each end notices at once if the other has closed its transport
-or exited. (The shared memory itself stays readable, so it does not show that.)
+or exited. The shared memory would not show this, because it stays readable.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sends segment descriptors to peers over a local socket, from a thread.
 
-The socket has a name in the abstract namespace, so nothing is left of it when its process ends. The
+The socket has a name in the abstract namespace, which disappears when the process ends. The
 name is visible to all processes in the same network namespace, including containers with separate
 process namespaces. Any process may connect, so the server asks the kernel for the peer's user: it
 serves only processes of the same user that present the token. The connection then stays open until
@@ -70,7 +70,7 @@ class SegmentServer:
         return len(self._given) - 1
 
     def give_read_only(self) -> None:
-        """Replace the shared descriptors by ones that peers can map for reading only."""
+        """Replace the shared descriptors by descriptors that peers can map for reading only."""
         for nth, descriptor in enumerate(self._given):
             flags = os.O_RDONLY | os.O_CLOEXEC
             self._given[nth] = os.open(f"/proc/self/fd/{descriptor}", flags)
@@ -95,7 +95,7 @@ class SegmentServer:
             one.admit()
             self.links[process] += 1
             try:
-                yield EVENT_READ  # peers send nothing more, so it has disconnected
+                yield EVENT_READ  # peers send nothing more: the peer has disconnected
             finally:
                 self.links[process] -= 1
         raise EOFError
@@ -153,7 +153,7 @@ def _ask(one: socket.socket, name: str, token: bytes, deadline: float) -> list[i
             descriptors += more
             if flags & socket.MSG_CTRUNC:
                 hint, got = "Raise the limit of open files (ulimit -n)", "a truncated message"
-                problem = "Not all descriptors arrived"
+                problem = "Not all file descriptors of the peer's memory arrived"
                 raise AtlasError(Code.TOO_MANY_FILES, problem, got=got, hint=hint)
             if said == _LAST:
                 return descriptors

@@ -1,4 +1,6 @@
-"""TCP: between any two hosts, without extra libraries; under TLS 1.3 if the node has a secret.
+"""The `tcp` transport, which works between any two hosts and needs no extra library.
+
+Connections use TLS 1.3 if the node has a secret.
 
 The reader requests runs of a region and stores the received bytes itself. So an abandoned operation
 is over at once, and no process writes to another's memory. The other end sends from separate
@@ -25,7 +27,7 @@ class TcpTransport(Transport):
     """Reads regions of other processes over TCP.
 
     Connections use the node's secret or TLS contexts, and each read needs a lease that covers it.
-    `host` is the address that peers connect to, and the only one on which this end listens.
+    `host` is the address that peers connect to. This end listens on no other address.
 
     >>> import numpy as np
     >>> from kvatlas.routing import Copy

@@ -1,4 +1,4 @@
-"""A link over TCP: it connects, authenticates, asks for runs, and stores them as they arrive."""
+"""A link over TCP, which connects, authenticates, requests runs, and stores the received bytes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _PAUSE = 2
 _NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _ENDED = (ConnectionError, EOFError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 _ATTEMPTS = 4
-"""How often to try, if the peer drops connections before it has authenticated them."""
+"""The number of attempts if the peer drops connections before it has authenticated them."""
 
 
 class TcpPublished(msgspec.Struct, tag="tcp", forbid_unknown_fields=True):
@@ -57,7 +57,7 @@ class TcpPublished(msgspec.Struct, tag="tcp", forbid_unknown_fields=True):
     port: Annotated[int, Meta(ge=1, le=65535)]
     token: Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
     regions: dict[int, tuple[int, int]]
-    """The address and size of every readable region."""
+    """(Address, size in bytes) of every readable region, by pool index."""
 
 
 class TcpLink(Link):
@@ -115,7 +115,7 @@ class TcpLink(Link):
                 one = self._idle.pop()
             if not ready(one):
                 return one
-            one.close()  # the peer has closed it: it sends nothing unrequested
+            one.close()  # readable without a request: the peer has closed it
 
     def give_back(self, one: socket.socket, nbytes: int) -> None:
         """Keep a connection for the next read, after `nbytes` bytes have arrived on it."""
@@ -167,7 +167,7 @@ def _questions(copy: Copy, mine: Mapping[int, Memory], lease: bytes) -> Iterator
 
 
 def _contiguous(start: Int64s, length: Int64s) -> tuple[Int64s, Int64s]:
-    """Return (start, length) of the runs after joining each run with one that begins at its end."""
+    """Join runs that follow each other without a gap. Return (starts, lengths) of the result."""
     first = np.flatnonzero(np.append(True, start[1:] != start[:-1] + length[:-1]))
     return start[first], np.add.reduceat(length, first)
 

@@ -54,24 +54,27 @@ TOKEN_BYTES = 32
 CHALLENGE_BYTES = 32
 _PROOF_BYTES = 32
 WELCOME = b"+"
-"""The server's reply to a correct answer to its challenge, once it can serve the connection."""
+"""The server's reply to a correct answer to its challenge. It can now serve the connection."""
 QUESTION = struct.Struct(f"<iI{LEASE_BYTES}s")
-"""The header of a request: region, number of runs, lease. Starts and lengths follow."""
+"""The header of a request: region, number of runs, lease. The runs' starts and lengths follow."""
 MOST_RUNS = 4096
 """The maximum number of runs in one request."""
 GATHERED = 256 << 10
 """Bytes of short runs that are sent at once, so that they stay in the processor's cache."""
 SHORT = 16 << 10
-"""Shorter runs are gathered before they are sent; longer ones are sent without a copy."""
+"""Runs with fewer bytes are gathered before they are sent. Longer runs are sent without a copy."""
 GRANTED, REFUSED = b"+", b"-"
 """The first byte of a reply. The bytes of the runs, or the error, follow."""
 REFUSAL = struct.Struct("<I")
-"""The size of the error that follows."""
+"""The header of an error: its size in bytes. The encoded error follows."""
 LONGEST_REFUSAL = 64 << 10
 
 _ALIGNMENT = 16
 _MOST_CONNECTIONS = 1024
-"""The maximum number of connections of peers, and at most a third of the process's descriptors."""
+"""The maximum number of peer connections.
+
+They also use at most a third of the file descriptors that the process may open.
+"""
 
 
 def proof(token: bytes, challenge: bytes, session: bytes = bytes(SESSION_BYTES)) -> bytes:
@@ -93,7 +96,7 @@ def packed(length: Int64s) -> Int64s:
 
 
 def _anything(_: AskedRead) -> nullcontext[None]:
-    """Allow every read of a registered region: the transport is used without a node."""
+    """Allow every read of a registered region. Used by transports that have no node."""
     return nullcontext()
 
 
@@ -103,7 +106,7 @@ class _Admitted(NamedTuple):
     connection: socket.socket
     session: bytes
     names: frozenset[str] | None
-    """The names that the peer has proved; None if its connection proves none."""
+    """The node names that the peer's key proves; None if its connection proves no name."""
 
 
 def _host(_: socket.socket, address: tuple[str, int]) -> str:

@@ -1,13 +1,13 @@
-"""Validates the format of UCX addresses and keys, because UCX parses them without bounds checks.
+"""Validate the format of UCX addresses and keys, because UCX parses them without bounds checks.
 
-Their content may still be wrong: then UCX cannot connect to the address or use the key. But it
-never reads past their end.
+The content of a valid address or key may still be wrong. UCX then cannot connect to the address or
+use the key, but it never reads past the end.
 """
 
 from __future__ import annotations
 
 _WORKER = 2
-"""The expected flags of a worker's address: it contains only the worker's number."""
+"""The expected flags of a worker's address, which contains only the worker's number."""
 _ABILITIES = {0: 16, 1: 8}
 """The number of bytes that describe a transport's capabilities, by address version."""
 _MOST = 100
@@ -20,9 +20,9 @@ _LAST, _WITHOUT_WAYS, _HAS_PATHS, _HAS_SYSTEM_DEVICE, _HAS_ENDPOINTS = 0x80, 0x8
 def is_address(address: bytes) -> bool:
     r"""Whether a worker's address can be parsed exactly to its end.
 
-    It consists of the version and flags, the worker's number, and then for each device: its domain,
-    the length of its address with flags, and the address. Each transport of a device follows, with
-    a checksum of its name, its capabilities, and another address with its length.
+    The address consists of the version and flags, the worker's number, and a list of devices. A
+    device has its memory domain, its address with length and flags, and a list of transports. A
+    transport has a checksum of its name, its capabilities, and its address with length and flags.
 
     >>> way = bytes.fromhex("cf19" + "00" * 16 + "82" "aa5d")  # the last transport; 2 bytes
     >>> device = bytes.fromhex("00" "06" "000201020304") + way
@@ -43,7 +43,7 @@ def is_address(address: bytes) -> bool:
 def is_key(key: bytes, memory: set[int]) -> bool:
     """Whether a remote key can be parsed exactly to its end.
 
-    It consists of a bitmap of memory domains, a memory kind, and a part for each domain. Then the
+    The key consists of a bitmap of memory domains, a memory kind, and the key of each domain. The
     device may follow, with its distances to other devices (three bytes each), and for a GPU a
     terminator. `memory` lists the allowed UCX memory kinds.
 

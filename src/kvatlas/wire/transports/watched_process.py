@@ -1,4 +1,4 @@
-"""Watches a process on this host, and detects that it has begun to exit.
+"""Watch a process on this host, and detect that it has begun to exit.
 
 The check runs right after a copy, while a thread waits for the result. It therefore keeps the
 interpreter lock: acquiring the lock again can take 0.1 ms if other threads run.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 _FLAGS, _STARTED = 6, 19
-"""Columns of `/proc/PID/stat`, counted from the one after the process's name."""
+"""Columns of `/proc/PID/stat`. Column 0 is the column after the process's name."""
 _NO_SIZE = b"0 "
 """The start of `/proc/PID/statm` once the process has begun to exit."""
 _STATM_BYTES = 64
@@ -43,7 +43,7 @@ def _calls() -> Any:
 
 
 class WatchedProcess:
-    """A process that is watched for its exit. A later process with the same pid is not this one.
+    """A process that is watched for its exit. A later process may have the same pid.
 
     >>> WatchedProcess(os.getpid()).alive
     True

@@ -126,7 +126,8 @@ def refuse_schedule(given: Schedule, split: WorkSplit, count: int) -> None:
     """
     if given.sequences != count:
         problem = f"The schedule must be for the {count} sequences of the batch"
-        got, hint = f"a schedule for {given.sequences}", "Call schedule with this batch's lengths"
+        got = f"a schedule for {given.sequences} sequences"
+        hint = "Call schedule with this batch's lengths"
         raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
     if given.split != split:
         pairs = zip(split._fields, given.split, split, strict=True)

@@ -149,7 +149,7 @@ def two_pages(stretch, begin, STATES: tl.constexpr, TILE: tl.constexpr, FIT: tl.
     """Load the block ids of a tile, and return two results.
 
     If the tile covers exactly two blocks, the results are their ids, two scalars. Otherwise the
-    first result holds the ids of the whole tile, and the second is 0.
+    first result contains the ids of the whole tile, and the second is 0.
     """
     if FIT == "pages in tile" and TILE == 2 * STATES:
         page = pages(stretch, begin, STATES, STATES, "tile in page")

@@ -34,7 +34,7 @@ _E4M3_BF16 = gl.constexpr("""
 def _codes(one: int, minus: int, kind: str) -> str:
     """Return PTX that converts the eight 4-bit codes of a word and subtracts operand $5 from each.
 
-    `one` is the upper byte of a 16-bit float whose lowest mantissa bit is worth 1. `minus` holds
+    `one` is the upper byte of a 16-bit float whose lowest mantissa bit is worth 1. `minus` contains
     the bits of -1 in that float type.
     """
     ones = f"0x{one * 0x01010101:08X}"

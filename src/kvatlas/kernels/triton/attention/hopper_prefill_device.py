@@ -36,7 +36,7 @@ ROWS = gl.constexpr(64)
 def row_offsets(rows, work, row, GROUP: gl.constexpr):
     """Return the offset, in elements, of each row in the batch tensor `rows`.
 
-    A row is a (token, head) pair. `row` holds row numbers, counted from the first row of the
+    A row is a (token, head) pair. `row` contains row numbers, counted from the first row of the
     sequence of `work`.
     """
     token = (work.start + row // GROUP).to(gl.int64)

@@ -116,7 +116,7 @@ def rounds_of(batch, TILING: gl.constexpr):
 def find(ends, count, wanted):
     """Return the sequence that contains tile number `wanted`, by binary search.
 
-    `ends` [count + 1] holds cumulative counts of tiles: 0, then the count after each sequence.
+    `ends` [count + 1] contains cumulative counts of tiles: 0, then the count after each sequence.
     """
     low = 0
     high = count

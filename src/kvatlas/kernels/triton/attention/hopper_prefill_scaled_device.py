@@ -34,9 +34,10 @@ def pairs_of_rows(count, rows, each):
 
 @gluon.constexpr_function
 def runs_of_rows(run, rows, each):
-    """Return the layout [runs, rows of a run] of one value per row; it matches `pairs_of_rows`.
+    """Return the Gluon layout of a tensor [runs, rows of a run], with one value per row.
 
-    A run is `run` adjacent rows in one page.
+    A run is `run` adjacent rows in one page. Threads get the values of the rows that they load with
+    the layout of `pairs_of_rows`.
     """
     return gl.DistributedLinearLayout(
         [[n // run, n % run] for n in powers(1, each)],
@@ -65,7 +66,7 @@ def load_rows(cache, steps, pages, begin, work, SHAPE: gl.constexpr, UNIT: gl.co
     """Load half a tile's rows as 32-bit words, and the value of type `BEHIND` after each row.
 
     The unit of `steps`, the strides of the rows, is `UNIT` pairs of words (8 bytes per pair).
-    `pages` holds the block id of each run of adjacent rows.
+    `pages` contains the block id of each run of adjacent rows.
     """
     RUNS: gl.constexpr = pages.type.layout.parent
     RUN: gl.constexpr = RUNS.shape[1]
@@ -125,7 +126,7 @@ def put_v(loaded, to, factors, SHAPE: gl.constexpr):
 def convert_halves(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr):
     """Load and unpack the tiles of K and V that `work` reads, by half tiles, the last tile first.
 
-    Halves of K are loaded while those of V are unpacked, and vice versa. Registers then hold two
+    Halves of K are loaded while those of V are unpacked, and vice versa. Registers then contain two
     halves at a time; whole tiles of K and V would not fit.
     """
     STAGES: gl.constexpr = room.k.shape[0]

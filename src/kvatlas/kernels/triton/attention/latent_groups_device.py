@@ -5,10 +5,10 @@
 | two MMA groups | each computes the logits of every other tile, and 256 of the sums' 512 columns |
 | one load group | loads a half tile once the MMA group that used the buffer has released it |
 
-Shared memory holds the queries and two tiles. While one MMA group computes the softmax of its tile,
-the products of the other run. Each MMA group adds the values of both tiles to its columns, so it
-passes the weights and maxima of its tile to the other through shared memory. This is the schedule
-of FlashMLA.
+Shared memory contains the queries and two tiles. While one MMA group computes the softmax of its
+tile, the matrix products of the other group run. Each MMA group adds the values of both tiles to
+its columns, so it passes the weights and maxima of its tile to the other group through shared
+memory. This is the schedule of FlashMLA.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
-"""Named `barrier` in Triton releases after 3.6."""
+"""Synchronises the threads of a warp group. Triton releases after 3.6 call it `barrier`."""
 
 LOWEST = gl.constexpr(-1.0e30)
 GROWTH = gl.constexpr(8.0)
@@ -51,7 +51,7 @@ class Room(NamedTuple):
     totals: Any
     """Final sums of the weights of each MMA group."""
     growth: Any
-    """The largest growth of a row maximum by a tile, per warp."""
+    """Per warp, the largest increase of a row maximum by the last tile."""
 
 
 class Signals(NamedTuple):
@@ -92,7 +92,7 @@ def signals_of():
 
 @gluon.jit
 def after_previous(EARLY: gl.constexpr):
-    """If `EARLY` is set, wait for the previous kernel, and permit the launch of the next one.
+    """If `EARLY` is set, wait for the previous kernel, and permit the launch of the next kernel.
 
     The next kernel may be launched at once, because each program occupies a whole multiprocessor:
     programs of the next kernel start only where this kernel has finished.

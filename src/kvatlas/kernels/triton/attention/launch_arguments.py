@@ -49,7 +49,7 @@ class OutputShape(NamedTuple):
     dim: int
     """Elements per row."""
     width: int
-    """Columns of the tile that holds a row, at least `dim`."""
+    """Columns of the tile into which a row is loaded, at least `dim`."""
     sink_logits: bool
     """Whether every head has a sink logit."""
 

@@ -117,7 +117,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def cache(self) -> calls.PagedCache:
-        """The layer and the block tables, in the form that kernels take."""
+        """The layer and the block tables, in the form that kernels expect."""
         launch = self.launch
         return calls.PagedCache(
             self.layer.buffer, launch.k, launch.v, self.tables, self.tables.stride(0)
@@ -189,7 +189,7 @@ def _attention_sides(layer: LayerCache, q: torch.Tensor) -> tuple[StoredSide, St
         raise checks.no_kernel(
             f"The number of query heads must be a multiple of {heads}, the number of kv heads",
             f"{q.shape[1]} query heads",
-            "Pass the query heads that this rank holds",
+            "Pass the query heads of this rank",
         )
     return formats.stored_side(layer, "k"), formats.stored_side(layer, "v")
 
@@ -294,7 +294,7 @@ def _has_hopper_kernels(key: calls.LaunchKey, shape: calls.AttentionShape) -> bo
 def on_hopper(
     launch: DecodeLaunch, key: calls.LaunchKey, shape: calls.AttentionShape
 ) -> DecodeLaunch:
-    """Return the launch; its kernel is replaced by an MLA kernel for Hopper if one supports it."""
+    """Return the launch, with an MLA kernel for Hopper instead if one supports the arguments."""
     suits = (
         _has_hopper_kernels(key, shape)
         and shape.latent
@@ -337,7 +337,7 @@ def prefill_on_hopper(
     sides: tuple[SideRows, SideRows],
     lead: int,
 ) -> PrefillLaunch:
-    """Return the launch; its kernel is replaced by the Hopper kernel if that supports the rows.
+    """Return the launch, with the Hopper kernel instead if that kernel supports the rows.
 
     For 8-bit rows, reads of V start `lead` bytes before the row.
     """

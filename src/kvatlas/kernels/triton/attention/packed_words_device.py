@@ -94,7 +94,7 @@ _CODES_IN_PLACE = tl.constexpr("""
     }
 """)
 """0x6400 is 1024 in float16, and its lowest mantissa bit is worth 1. Codes are not shifted, so they
-yield 1024 + code, or 1024 + 16 * code for a code that is four bits higher."""
+yield 1024 + code, or 1024 + 16 * code for codes in upper nibbles."""
 _NVFP4 = tl.constexpr("""
     {
         .reg .b32 even, odd, part, step, a, b, c, d;
@@ -182,7 +182,7 @@ class QuerySums(NamedTuple):
 
 @triton.jit
 def pairs(words, ELEMENT: tl.constexpr, DOT: tl.constexpr, RAISED: tl.constexpr, PTX: tl.constexpr):
-    """Return (first elements, second elements) of words that hold two elements each."""
+    """Return (first elements, second elements) of words that contain two elements each."""
     if PTX:
         CODE: tl.constexpr = (
             _E4M3 if ELEMENT == tl.float8e4nv else _E5M2 if ELEMENT == tl.float8e5

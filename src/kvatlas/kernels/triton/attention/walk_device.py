@@ -86,7 +86,7 @@ def seen_by(states, position, least, sink_tokens, MASK: tl.constexpr):
 def find(ends, count, wanted):
     """Return the sequence that contains tile number `wanted`, by binary search.
 
-    `ends` [count + 1] holds cumulative counts of tiles: 0, then the count after each sequence.
+    `ends` [count + 1] contains cumulative counts of tiles: 0, then the count after each sequence.
     """
     low = 0
     high = count
