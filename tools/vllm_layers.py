@@ -36,7 +36,7 @@ _INDEX_SCALES = 128
 """Elements of an indexer key that share a scale of 4 bytes."""
 
 
-class Unsupported(ValueError):
+class UnsupportedError(ValueError):
     """The model's own backend does not support the chip."""
 
 
@@ -184,7 +184,7 @@ class LayerBuilder:
         self.v4 = model._select_dsv4_attn_cls(self.config)
         capability = self.platform.get_device_capability()
         if not self.v4.backend_cls.supports_compute_capability(capability):
-            raise Unsupported(f"{self.v4.backend_cls.get_name()} does not support this chip")
+            raise UnsupportedError(f"{self.v4.backend_cls.get_name()} does not support this chip")
         self.v4_dtypes = attention._resolve_dsv4_kv_cache_dtype(
             _empty(self.v4)._uses_fp8_ds_mla_layout(),
             self.config.cache_config.cache_dtype,

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ import pytest
 from kvatlas import AtlasError, Code
 from kvatlas.models import GPUS, Model, catalogue
 from kvatlas.planning import Plan, fit, plan
+from kvatlas.planning.backends import backends_of
 from kvatlas.planning.engine_rules import CHIPS, RELEASES, chip_of
-from tests.planning.test_promise import holds
+from tests.planning.test_promise import REFUSALS, holds
 from tests.profiles import DEEP
 
 HERE = Path(__file__).parent
@@ -156,10 +158,16 @@ def test_chips_that_save_states_in_the_middle_of_a_prefill(
 @pytest.mark.parametrize("release", list(RELEASES))
 @pytest.mark.parametrize("chip", ["sm80", "sm90", "sm100"])
 def test_never_worse_than_each_release(release: str, chip: str) -> None:
-    for name, tp in (("Qwen3.5-397B-A17B", 2), ("Kimi-K3", 8), ("Nemotron-H-8B", 1)):
+    """All models of the catalogue at every tp in the deep profile, else some of them."""
+    some = [("Qwen3.5-397B-A17B", 2), ("Kimi-K3", 8), ("Nemotron-H-8B", 1), ("DeepSeek-V3.2", 8)]
+    for name, tp in product(catalogue(), (1, 2, 4, 8)) if DEEP else some:
         ask: dict[str, Any] = {"memory": "60GiB", "tp": tp, "chip": chip}
-        atlas = plan(name, policy=f"atlas@{release}", **ask)
-        holds(atlas, plan(name, policy=f"vllm@{release}", **ask))
+        try:
+            vllm = plan(name, policy=f"vllm@{release}", **ask)
+        except AtlasError as refusal:
+            assert refusal.code in REFUSALS, refusal
+            continue
+        holds(plan(name, policy=f"atlas@{release}", **ask), vllm)
 
 
 def test_a_plan_without_a_chip_warns_if_the_chip_matters() -> None:
@@ -167,6 +175,25 @@ def test_a_plan_without_a_chip_warns_if_the_chip_matters() -> None:
     assert "sm90, sm100" in warning
     assert not plan("Qwen3.5-397B-A17B", memory="60GiB", tp=2, policy="vllm@0.32").warnings
     assert not plan("Qwen3-8B", memory="60GiB", policy="vllm").warnings
+
+
+def test_a_plan_for_a_chip_that_vllm_refuses_has_a_warning() -> None:
+    for release in RELEASES:
+        for name in ("DeepSeek-V3.2", "GLM-5.2", "DeepSeek-V4-Flash"):
+            ask: dict[str, Any] = {"memory": "140GiB", "tp": 8}
+            for policy in ("vllm", "atlas"):
+                made = plan(name, policy=f"{policy}@{release}", chip="sm80", **ask)
+                assert any("refuses this model on sm80" in text for text in made.warnings)
+            assert not plan(name, policy=f"vllm@{release}", chip="sm90", **ask).warnings
+
+
+def test_all_layers_of_a_sparse_model_have_the_sparse_backend() -> None:
+    """In GLM-5.2, layers without an indexer use the selection of another layer."""
+    model = Model.load("GLM-5.2")
+    indexed = {layer.index for layer in model.layers if layer.name.endswith("k_cache")}
+    assert len(indexed) < model.depth
+    found = {b.name for b in backends_of(model, chip="sm90").values() if b}
+    assert found == {"DEEPSEEK_V32_INDEXER", "FLASH_ATTN_MLA_SPARSE"}
 
 
 @pytest.mark.parametrize("policy", ["vllm@0.30", "vllm@", "vllm@0.32-rc", "atlas@1", "@0.32"])
