@@ -72,3 +72,12 @@ def test_models_with_rings_are_refused_by_name(name: str) -> None:
         with pytest.raises(AtlasError, match="ring buffer") as refusal:
             Model.load(whole)
         assert refusal.value.code is Code.UNKNOWN_ARCHITECTURE
+
+
+def test_layer_types_of_older_releases_of_transformers_are_read() -> None:
+    """transformers 5.17 calls attention with an indexer qwen_sparse_attention."""
+    kinds = ["linear_attention"] * 3 + ["indexed_attention"]
+    now = Model.load(QWEN4 | {"layer_types": kinds * 2})
+    older = [kind.replace("indexed", "qwen_sparse") for kind in kinds]
+    assert Model.load(QWEN4 | {"layer_types": older * 2}).layers == now.layers
+    assert len(now.layers) == 10

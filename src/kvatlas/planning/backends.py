@@ -161,9 +161,14 @@ def backends_of(
         )
     sparse = _sparse_layers(model)
     backends: dict[str, Backend | None] = {}
+    selected: dict[tuple[int, bool], str] = {}
     for layer in model.layers:
-        default = _default(layer.spec, sparse=layer.index in sparse)
-        backend = BACKENDS.get(rules.backend(default, chip, model, layer.spec, tp))
+        # Layers of a model share few spec objects; to hash or compare specs would cost more.
+        alike = id(layer.spec), layer.index in sparse
+        if alike not in selected:
+            default = _default(layer.spec, sparse=layer.index in sparse)
+            selected[alike] = rules.backend(default, chip, model, layer.spec, tp)
+        backend = BACKENDS.get(selected[alike])
         if named and backend and named.family == backend.family:
             backend = named
         if backend and not rules.whole_kernel_blocks:
