@@ -66,8 +66,10 @@ def test_a_config_without_such_caches_has_no_such_warning() -> None:
 
 @pytest.mark.parametrize("name", WITH_RINGS)
 def test_models_with_rings_are_refused_by_name(name: str) -> None:
-    names = {"architectures": [name]} if name.endswith(("LM", "Generation")) else {}
-    config = SIZES | {"model_type": "unknown"} | (names or {"model_type": name})
+    is_architecture = name.endswith(("LM", "Generation"))
+    config = SIZES | {"model_type": "unknown" if is_architecture else name}
+    if is_architecture:
+        config["architectures"] = [name]
     for whole in (config, {**config, "text_config": SIZES}):
         with pytest.raises(AtlasError, match="ring buffer") as refusal:
             Model.load(whole)
