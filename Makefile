@@ -270,7 +270,7 @@ test-vllm:  ## Real vLLM engines on the CPU, with kvatlas as their connector
 
 # VLLM_PYTHON is a folder with the Python files of another release; tools/record_vllm.py has the details.
 record-vllm: $(VLLM)/.installed  ## Record the plans of a vLLM release: VERSION=0.33 VLLM_PYTHON=/path
-	PYTHONPATH=src:.:$(VLLM_PYTHON) VLLM_TARGET_DEVICE=cpu $(VLLM)/bin/python -m tools.record_vllm $(VERSION)
+	PYTHONPATH=src:.:$(VLLM_PYTHON) VLLM_TARGET_DEVICE=cpu $(VLLM)/bin/python -m tools.record_vllm $(VERSION) $(CONFIGS)
 
 # vLLM's own unit tests are not part of its wheel: VLLM_TESTS names a checkout of its repository.
 test-vllm-lifecycle: $(VLLM)/.installed  ## vLLM's tests of remote prefill and decode, VLLM_TESTS=/path/to/vllm

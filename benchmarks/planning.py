@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 from benchmarks import vllm_peer
 from benchmarks.timing import median_ms, show
@@ -13,6 +15,7 @@ from kvatlas.models import Model, catalogue
 from kvatlas.planning import plan
 from kvatlas.planning.backends import backends_of
 from kvatlas.planning.block_size import block_size
+from kvatlas.planning.engine_rules import RELEASES
 from kvatlas.planning.plan_data import DECODING
 from kvatlas.planning.request import PlanRequest
 from kvatlas.planning.sized_layers import kind_of, page_of, size_layers
@@ -20,6 +23,8 @@ from kvatlas.planning.sized_layers import kind_of, page_of, size_layers
 TPS = (1, 2, 4, 8)
 MEMORIES = ("20GiB", "60GiB", "140GiB")
 LENGTHS = (512, 4096, 16_384, 32_768)
+CHIPS = ("sm80", "sm90", "sm100")
+RELEASE_MEMORY = "60GiB"
 PROMISE = 0.99
 MEMORY = 4 * 2**40
 """Enough for one long request of every model at tp 1."""
@@ -146,7 +151,43 @@ def promise() -> None:
     )
 
 
+def releases() -> None:
+    """Policy atlas beside the plan of each release of vLLM on three chips."""
+    rows = []
+    for release, chip in product(RELEASES, CHIPS):
+        shares = [one for name in catalogue() for one in _shares(name, release, chip)]
+        held = sum(share >= PROMISE for share in shares)
+        least = f"{min(shares):.4f}"
+        rows.append([release, chip, f"{held:,}", f"{len(shares):,}", least, f"{max(shares):.2f}"])
+    show(
+        f"Policy atlas beside each release, {RELEASE_MEMORY} per rank (bar: all cells)",
+        ["vLLM", "chip", "cells held", "of", "least share", "most"],
+        rows,
+    )
+
+
+def _shares(name: str, release: str, chip: str) -> Iterator[float]:
+    """Yield the requests that atlas fits relative to vLLM, per tp, length and phase."""
+    model = Model.load(name)
+    for tp in TPS:
+        ask: dict[str, Any] = {"memory": RELEASE_MEMORY, "tp": tp, "chip": chip}
+        try:
+            theirs = plan(model, policy=f"vllm@{release}", **ask)
+        except AtlasError:
+            continue
+        ours = plan(model, policy=f"atlas@{release}", **ask)
+        for length, in_flight in product(LENGTHS, (None, DECODING)):
+            yield ours.requests(length, in_flight=in_flight) / theirs.requests(
+                length, in_flight=in_flight
+            )
+
+
 def main() -> None:
     ours()
     promise()
+    releases()
     beside_vllm()
+
+
+if __name__ == "__main__":
+    main()

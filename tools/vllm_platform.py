@@ -20,6 +20,14 @@ _FLASH_ATTENTION = {8: 2, 9: 3, 10: 4}
 """The version of FlashAttention that vLLM selects, by major compute capability."""
 
 
+class _Anything(type):
+    """The class of classes that are not installed: every attribute of them is None."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
 class _Placeholder(ModuleType):
     """A module of a package that is not installed: every name in it is an empty class."""
 
@@ -32,14 +40,14 @@ class _Placeholder(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (), {})
+        return _Anything(name, (), {})
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds FlashInfer, whose kernels are selected here but never called."""
+    """Finds FlashInfer, whose kernels are selected here but never called, and torchvision."""
 
     def find_spec(self, name: str, _path: Sequence[str] | None, _target: Any = None) -> Any:
-        if name.split(".")[0] not in ("flashinfer", "flashinfer_cubin"):
+        if name.split(".")[0] not in ("flashinfer", "flashinfer_cubin", "torchvision"):
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
@@ -97,7 +105,10 @@ def _take_kernels_as_built() -> None:
     interface = _Placeholder("vllm.vllm_flash_attn.flash_attn_interface")
     vars(interface)["is_fa_version_supported"] = yes
     vars(kernels).update(flash_attn_interface=interface, is_fa_version_supported=yes)
-    sys.modules |= {one.__name__: one for one in (kernels, interface)}
+    # Kernels in CuTe, which a CUDA wheel compiles when they run.
+    names = ("vllm.vllm_flash_attn.cute", "vllm.vllm_flash_attn.cute.interface")
+    compiled = [_Placeholder(name) for name in (*names, "vllm.models.minimax_m3.nvidia.ops")]
+    sys.modules |= {one.__name__: one for one in (kernels, interface, *compiled)}
     vars(fa_utils)["flash_attn_supports_mla"] = yes
     # This module allocates GPU memory when it is imported; FLASHINFER_MLA comes before it.
     sys.modules["vllm.v1.attention.backends.mla.cutlass_mla"] = None  # type: ignore[assignment]
@@ -126,7 +137,7 @@ def pretend(chip: str) -> Any:
 
     class Pretended(CudaPlatformBase):
         @classmethod
-        def get_device_capability(cls, _device: int = 0) -> Any:
+        def get_device_capability(cls, *_: Any, **__: Any) -> Any:
             return capability
 
         @classmethod

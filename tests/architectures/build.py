@@ -25,6 +25,8 @@ def model_types() -> list[str]:
 
 def default_config(model_type: str) -> Any:
     """Return the default config of a model type, with the values that its model needs."""
+    if model_type in ("musicgen", "musicgen_melody"):  # they need the config of an encoder
+        model_type += "_decoder"
     config = transformers.CONFIG_MAPPING[model_type](**NEEDED.get(model_type, {}))
     if model_type in TEXT_ONLY:
         text = config.get_text_config(decoder=True)

@@ -43,7 +43,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 }
 
 TEXT_ONLY = {
-    "dots3_note", "emu3", "gemma3n", "llama4", "musicgen", "musicgen_melody", "qwen3_5",
+    "dots3_note", "emu3", "gemma3n", "llama4", "qwen3_5",
     "qwen3_5_moe", "qwen4_exp",
 }  # fmt: skip
 """Multimodal model types whose text model is built alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import lru_cache
 from typing import Any
 
@@ -379,5 +380,8 @@ def test_the_zoo_is_whole() -> None:
 
 
 def test_an_untried_transformers_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match=r"tested with transformers 5\.17 to 5\.22.* 5\.23\.1"):
-        warn_of_untried_version("5.23.1")
+    with pytest.warns(UserWarning, match=r"tested with transformers 5\.17 to 5\.23.* 5\.24\.1"):
+        warn_of_untried_version("5.24.1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_untried_version()  # the installed release

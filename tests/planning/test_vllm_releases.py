@@ -8,8 +8,10 @@ on which it holds, and a list: block size, blocks, bytes per block, layout, back
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +20,18 @@ import pytest
 from kvatlas import AtlasError, Code
 from kvatlas.models import GPUS, Model, catalogue
 from kvatlas.planning import Plan, fit, plan
+from kvatlas.planning.backends import backends_of
 from kvatlas.planning.engine_rules import CHIPS, RELEASES, chip_of
-from tests.planning.test_promise import holds
+from tests.planning.test_promise import REFUSALS, holds
 from tests.profiles import DEEP
 
 HERE = Path(__file__).parent
 ANSWERS: dict[str, Any] = json.loads((HERE / "vllm_answers.json").read_text())
 CONFIGS: dict[str, Any] = json.loads((HERE / "vllm_figures.json").read_text())["configs"]
-NAMES = {"FLASHINFER_SM100": "FLASHINFER"}
-"""Names of backends that vLLM does not tell apart."""
+OF_CONFIGS: dict[str, Any] = json.loads((HERE / "vllm_answers_of_configs.json").read_text())
+FACTS = Path(os.environ.get("KVATLAS_FACTS", "no-such-folder")) / "configs"
+NAMES = {"FLASHINFER_SM100": "FLASHINFER", "COMPRESSOR": "CompressorBackend"}
+"""Backends whose names in vLLM differ from those in kvatlas."""
 
 
 @cache
@@ -34,8 +39,10 @@ def model_of(name: str) -> Model:
     return Model.load(name if name in catalogue() else CONFIGS[name])
 
 
-def answer_of(model: Model, **ask: Any) -> list[Any]:
+def answer_of(model: Model, **ask: Any) -> list[Any] | str:
     made = plan(model, memory=140 << 30, max_len=32768, in_flight=16384, **ask)
+    if any("refuses this model" in warning for warning in made.warnings):
+        return "refused"
     fits = [made.requests(n, in_flight=k) for n in (4096, 32768) for k in (16384, 1)]
     return [
         made.block_size,
@@ -58,7 +65,17 @@ def groups_of(made: Plan) -> Iterator[tuple[list[str], int, int]]:
         yield layers, group.block, total if group.mixed else nbytes.pop()
 
 
-def cases(release: str) -> Iterator[tuple[str, int, str, Any]]:
+def mistakes(release: str, asked: Iterable[tuple[Model, int, str, Any]]) -> list[str]:
+    """Return a line for each plan that is not the recorded one; a refusal is a string."""
+    wrong = []
+    for model, tp, chip, expected in asked:
+        found = answer_of(model, tp=tp, policy=f"vllm@{release}", chip=chip)
+        if found != ("refused" if isinstance(expected, str) else expected):
+            wrong.append(f"{model.name} tp {tp} {chip}: {found} instead of {expected}")
+    return wrong
+
+
+def cases(release: str) -> Iterator[tuple[Model, int, str, Any]]:
     """Yield (model, tp, chip, expected): all of them in the deep profile, else some by turns.
 
     Models whose plan depends on the release or the chip are always asked at every tp.
@@ -72,32 +89,46 @@ def cases(release: str) -> Iterator[tuple[str, int, str, Any]]:
             for chips, expected in entries:
                 listed = chips.split()
                 for chip in listed if DEEP else [listed[len(name) % len(listed)]]:
-                    yield name, int(tp), chip, expected
+                    yield model_of(name), int(tp), chip, expected
 
 
 def figures(answers: Any) -> str:
     """Return the block sizes and the requests that fit, without layouts and backends."""
     if isinstance(answers, dict):
         return json.dumps([figures(entry) for entries in answers.values() for entry in entries[:1]])
-    return json.dumps([answers[1][0], answers[1][6]])
+    return json.dumps(answers[1] if isinstance(answers[1], str) else answers[1][::6])
 
 
 @pytest.mark.parametrize("release", list(RELEASES))
 def test_plans_are_those_of_the_release_on_the_chip(release: str) -> None:
-    wrong = []
-    for name, tp, chip, expected in cases(release):
-        found = answer_of(model_of(name), tp=tp, policy=f"vllm@{release}", chip=chip)
-        if found != expected:
-            wrong.append(f"{name} tp {tp} {chip}: {found} instead of {expected}")
+    wrong = mistakes(release, cases(release))
+    assert not wrong, "\n".join(wrong[:20])
+
+
+@pytest.mark.skipif(not FACTS.is_dir(), reason="KVATLAS_FACTS names no folder with configs")
+@pytest.mark.parametrize("release", list(RELEASES))
+def test_plans_of_public_configs_are_those_of_the_release_on_the_chip(release: str) -> None:
+    """Every recorded config, at every tp and on every chip."""
+    asked = [
+        (Model.load(FACTS / f"{name}.json"), int(tp), chip, expected)
+        for name, by_tp in OF_CONFIGS[release].items()
+        for tp, entries in by_tp.items()
+        for chips, expected in entries
+        for chip in chips.split()
+    ]
+    wrong = mistakes(release, asked)
+    print(f"vLLM {release}: {len(asked) - len(wrong)} of {len(asked)} plans are equal")
     assert not wrong, "\n".join(wrong[:20])
 
 
 def test_the_answers_are_all_there() -> None:
-    assert set(ANSWERS) == set(RELEASES)
-    asked = set(ANSWERS["0.33"])
-    assert all(set(answers) == asked for answers in ANSWERS.values())
-    assert len(asked & set(catalogue())) >= 45
-    assert {"Kimi-K3", "Qwen3.5-397B-A17B", "Qwen3-Next-80B-A3B"} <= asked
+    for recorded in (ANSWERS, OF_CONFIGS):
+        assert set(recorded) == set(RELEASES)
+        asked = set(recorded["0.33"])
+        assert all(set(answers) == asked for answers in recorded.values())
+    assert len(OF_CONFIGS["0.33"]) == 53
+    # Neither models without attention nor Whisper are asked.
+    assert len(set(ANSWERS["0.33"]) & set(catalogue())) == len(catalogue()) - 4
     chips = {chip for entries in ANSWERS["0.33"]["Kimi-K3"].values() for chip, _ in entries}
     assert {one for word in chips for one in word.split()} == {"sm80", "sm90", "sm100"}
 
@@ -129,10 +160,16 @@ def test_chips_that_save_states_in_the_middle_of_a_prefill(
 @pytest.mark.parametrize("release", list(RELEASES))
 @pytest.mark.parametrize("chip", ["sm80", "sm90", "sm100"])
 def test_never_worse_than_each_release(release: str, chip: str) -> None:
-    for name, tp in (("Qwen3.5-397B-A17B", 2), ("Kimi-K3", 8), ("Nemotron-H-8B", 1)):
+    """All models of the catalogue at every tp in the deep profile, else some of them."""
+    some = [("Qwen3.5-397B-A17B", 2), ("Kimi-K3", 8), ("Nemotron-H-8B", 1), ("DeepSeek-V3.2", 8)]
+    for name, tp in product(catalogue(), (1, 2, 4, 8)) if DEEP else some:
         ask: dict[str, Any] = {"memory": "60GiB", "tp": tp, "chip": chip}
-        atlas = plan(name, policy=f"atlas@{release}", **ask)
-        holds(atlas, plan(name, policy=f"vllm@{release}", **ask))
+        try:
+            vllm = plan(name, policy=f"vllm@{release}", **ask)
+        except AtlasError as refusal:
+            assert refusal.code in REFUSALS, refusal
+            continue
+        holds(plan(name, policy=f"atlas@{release}", **ask), vllm)
 
 
 def test_a_plan_without_a_chip_warns_if_the_chip_matters() -> None:
@@ -140,6 +177,25 @@ def test_a_plan_without_a_chip_warns_if_the_chip_matters() -> None:
     assert "sm90, sm100" in warning
     assert not plan("Qwen3.5-397B-A17B", memory="60GiB", tp=2, policy="vllm@0.32").warnings
     assert not plan("Qwen3-8B", memory="60GiB", policy="vllm").warnings
+
+
+def test_a_plan_for_a_chip_that_vllm_refuses_has_a_warning() -> None:
+    for release in RELEASES:
+        for name in ("DeepSeek-V3.2", "GLM-5.2", "DeepSeek-V4-Flash"):
+            ask: dict[str, Any] = {"memory": "140GiB", "tp": 8}
+            for policy in ("vllm", "atlas"):
+                made = plan(name, policy=f"{policy}@{release}", chip="sm80", **ask)
+                assert any("refuses this model on sm80" in text for text in made.warnings)
+            assert not plan(name, policy=f"vllm@{release}", chip="sm90", **ask).warnings
+
+
+def test_all_layers_of_a_sparse_model_have_the_sparse_backend() -> None:
+    """In GLM-5.2, layers without an indexer use the selection of another layer."""
+    model = Model.load("GLM-5.2")
+    indexed = {layer.index for layer in model.layers if layer.name.endswith("k_cache")}
+    assert len(indexed) < model.depth
+    found = {b.name for b in backends_of(model, chip="sm90").values() if b}
+    assert found == {"DEEPSEEK_V32_INDEXER", "FLASH_ATTN_MLA_SPARSE"}
 
 
 @pytest.mark.parametrize("policy", ["vllm@0.30", "vllm@", "vllm@0.32-rc", "atlas@1", "@0.32"])

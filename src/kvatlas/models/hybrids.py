@@ -92,11 +92,15 @@ def indexed_delta_net(decoder: Decoder) -> Iterator[Layer]:
         yield layer
 
 
+_INDEXED = ("indexed_attention", "qwen_sparse_attention")
+"""transformers' layer types of attention with an indexer; the second until release 5.17."""
+
+
 def _without_index(decoder: Decoder) -> list[str]:
     config = decoder.config
     kinds = block_kinds(config.completed({"full_attention_interval": 4}))
     config.settled("layer_types")
-    return ["full_attention" if kind == "indexed_attention" else kind for kind in kinds]
+    return ["full_attention" if kind in _INDEXED else kind for kind in kinds]
 
 
 def bailing_delta(decoder: Decoder) -> Iterator[Layer]:

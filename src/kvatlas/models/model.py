@@ -25,6 +25,7 @@ from kvatlas.models.config import QUERY_HEADS, Config, bad
 from kvatlas.models.decoder import Decoder, Engine, StateDtypes
 from kvatlas.models.layer import Layer
 from kvatlas.models.not_decoders import refuse_by_name
+from kvatlas.models.omitted_caches import omission_warnings
 from kvatlas.models.per_layer_config import apply_per_layer
 from kvatlas.models.sources import Source, find_config
 from kvatlas.models.unread_keys import unread_warnings
@@ -158,7 +159,7 @@ def read_model(source: Source, states: StateDtypes = _BY_ENGINE, dtype: str | No
     nested = text is not root
     outer, inner = _architecture(root), _architecture(text)
     model_type = text.text("model_type")
-    refuse_by_name(model_type)
+    refuse_by_name(model_type, root.text("model_type"), outer, inner)
     if nested:
         _refuse_contradiction(root, text)
     # Entries of the catalogue are reduced to the keys that matter, so nothing is missing there.
@@ -183,6 +184,7 @@ def read_model(source: Source, states: StateDtypes = _BY_ENGINE, dtype: str | No
     if model_type is None and (note := other_key_heads(text, architecture)):
         warnings.append(note)
     warnings += unread_warnings(text)
+    warnings += omission_warnings(text, family.reader)
     return Model(
         name=source.name or root.text("_name_or_path") or architecture,
         architecture=architecture,

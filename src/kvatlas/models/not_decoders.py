@@ -27,16 +27,43 @@ REFUSED = {
     "xlstm": "it caches the matrix memories of mLSTM layers, for which there is no spec",
     "zaya": "each layer caches convolution states of compressed attention in addition to K and V",
 }
-"""Model types with a known reason why they cannot be planned."""
+"""Model types of transformers' causal language models that cannot be planned, with the reason."""
+
+_RING = "vLLM keeps the open group of each compressed cache in a ring buffer per request"
+WITH_RINGS = {
+    "deepseek_v41": _RING,
+    "DeepseekV41ForCausalLM": _RING,
+    "glm5_next": _RING,
+    "glm5_next_text": _RING,
+    "Glm5NextForCausalLM": _RING,
+    "Glm5NextForConditionalGeneration": _RING,
+    "step5": _RING,
+    "step5_vl": _RING,
+    "Step5ForCausalLM": _RING,
+    "Step5ForConditionalGeneration": _RING,
+}
+"""Model types and architectures of vLLM 0.33 whose ring buffers cannot be planned."""
 
 
-def refuse_by_name(model_type: str | None) -> None:
-    """Raise an error if models of this type are known to have no cache that can be planned."""
-    if model_type in REFUSED:
+def refuse_by_name(*names: str | None) -> None:
+    """Raise an error if one of the names belongs to a model whose caches cannot be planned.
+
+    The names are model types and architectures.
+
+    >>> refuse_by_name("step5")
+    Traceback (most recent call last):
+    kvatlas.errors.AtlasError: This model's caches cannot be planned. Got 'step5': vLLM keeps the \
+open group of each compressed cache in a ring buffer per request. Plan another model, or compute \
+the bytes of its states by hand. [unknown_architecture]
+    """
+    reasons = REFUSED | WITH_RINGS
+    for name in names:
+        if name not in reasons:
+            continue
         raise AtlasError(
             Code.UNKNOWN_ARCHITECTURE,
             "This model's caches cannot be planned",
-            got=f"model_type {model_type!r}: {REFUSED[model_type]}",
+            got=f"{name!r}: {reasons[name]}",
             hint="Plan another model, or compute the bytes of its states by hand",
         )
 

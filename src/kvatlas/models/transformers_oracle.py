@@ -144,14 +144,17 @@ def _first_place(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros((1, tensor.dim()), dtype=torch.long, device="meta")
 
 
+def _ones(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
 _ANSWERS: dict[Any, Any] = {
     torch.Tensor.__bool__: lambda _: True,
     torch.Tensor.__contains__: lambda _: False,
     torch.Tensor.__int__: lambda _: 1,
     torch.Tensor.item: lambda _: 1,
-    torch.Tensor.tolist: lambda tensor: torch.ones(
-        tensor.shape, dtype=tensor.dtype, device="cpu"
-    ).tolist(),
+    torch.Tensor.cpu: _ones,
+    torch.Tensor.tolist: lambda tensor: _ones(tensor).tolist(),
     torch.Tensor.nonzero: _first_place,
     torch.nonzero: _first_place,
 }

@@ -49,7 +49,17 @@ def rule_reasons(request: PlanRequest) -> Iterator[str]:
 
 
 def chip_warnings(request: PlanRequest) -> Iterator[str]:
-    """Yield a warning if the caller named no chip and vLLM's plan depends on the chip."""
+    """Yield a warning if the caller named no chip and vLLM's plan depends on the chip.
+
+    Yield another one for backends that vLLM refuses on the chip that was named.
+    """
+    used = dict.fromkeys(b.name for b in request.backends.values() if b)
+    refused = [name for name in used if request.rules.refuses(name, request.chip)]
+    if refused:
+        yield (
+            f"vLLM {request.rules.version} refuses this model on {request.chip}, where it has no "
+            f"kernels of {', '.join(refused)}. The plan is that of another chip."
+        )
     if request.chip is not None or request.policy.startswith("atlas"):
         return
     if not request.prefix_caching:

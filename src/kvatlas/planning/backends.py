@@ -63,6 +63,8 @@ class Backend(msgspec.Struct, frozen=True):
     """Supported cache dtypes; None if the backend supports all that the specs allow."""
     whole_rows: bool = False
     """Whether the block stride must be a multiple of the row size, because kernels index rows."""
+    whole_blocks: bool = True
+    """Whether the block stride must be a multiple of a kernel block, if `multiples` is false."""
     packing: Packing | None = None
     """The packing of K and V in a page; None for the default of the cache dtype."""
 
@@ -108,12 +110,16 @@ BACKENDS: dict[str, Backend] = {
         Backend("ROCM_ATTN", "dense", (16,), layouts=("LHBNC", "LBHNC"), caches=_FP8),
         Backend("ROCM_AITER_FA", "dense", (16,), layouts=("LBHNC", "LHBNC"), caches=_FP8),
         Backend("MINIMAX_M3_SPARSE", "other", (128,), multiples=False),
+        Backend("MINIMAX_M3_SPARSE_INDEXER", "other", (128,), multiples=False),
         Backend("FLASH_ATTN_MLA", "latent", (16,), caches=("auto",)),
         Backend("TRITON_MLA", "latent", (16,), caches=_FP8),
         Backend("FLASHMLA", "latent", (64,), multiples=False, caches=_FP8),
         Backend("FLASHINFER_MLA", "latent", (32, 64), multiples=False, caches=_FP8),
         Backend("CUTLASS_MLA", "latent", (128,), multiples=False, caches=_FP8),
         Backend("FLASHMLA_SPARSE", "sparse", (64,), whole_rows=True),
+        Backend("FLASH_ATTN_MLA_SPARSE", "sparse", (64,), caches=("auto",), whole_rows=True),
+        Backend("FLASH_ATTN_MLA_SPARSE_FA4", "sparse", (64,), caches=("auto",), whole_rows=True),
+        Backend("FLASHINFER_MLA_SPARSE", "sparse", (32,), caches=_FP8, whole_rows=True),
         Backend("DEEPSEEK_V32_INDEXER", "indexer", (64,), multiples=False),
         Backend("FLASHMLA_SPARSE_DSV4", "other", (256,), multiples=False),
         Backend(
@@ -132,12 +138,13 @@ def backends_of(
     *,
     rules: EngineRules = NEWEST,
     chip: str | None = None,
+    tp: int = 1,
 ) -> dict[str, Backend | None]:
     """Return the backend of each layer, by layer name; None for recurrent layers.
 
     The backend named `chosen` replaces vLLM's default in all layers whose default has the same
-    `family`; the other layers keep their defaults. `rules` and `chip` select the defaults; without
-    a chip they are those on Hopper.
+    `family`; the other layers keep their defaults. `rules`, `chip` and `tp` select the defaults;
+    without a chip they are those on Hopper.
 
     >>> model = Model.load("Llama-3.1-8B")
     >>> {used.name for used in backends_of(model, chip="sm100").values() if used}
@@ -151,18 +158,23 @@ def backends_of(
             got=repr(chosen),
             hint=f"Use one of {', '.join(BACKENDS)}",
         )
-    indexed = {layer.index for layer in model.layers if isinstance(layer.spec, Indexer)}
+    sparse = _sparse_layers(model)
     backends: dict[str, Backend | None] = {}
-    selected: dict[tuple[str, int | None], str] = {}
+    selected: dict[tuple[int, bool], str] = {}
     for layer in model.layers:
-        alike = _default(layer.spec, sparse=layer.index in indexed), _head_dim(layer.spec)
+        # Layers of a model share few spec objects; to hash or compare specs would cost more.
+        alike = id(layer.spec), layer.index in sparse
         if alike not in selected:
-            selected[alike] = rules.backend(alike[0], chip, model, alike[1])
+            default = _default(layer.spec, sparse=layer.index in sparse)
+            selected[alike] = rules.backend(default, chip, model, layer.spec, tp)
         backend = BACKENDS.get(selected[alike])
         if named and backend and named.family == backend.family:
             backend = named
+        if backend and not rules.whole_kernel_blocks:
+            rows = backend.whole_rows and backend.name not in rules.any_stride
+            backend = msgspec.structs.replace(backend, whole_blocks=False, whole_rows=rows)
         backends[layer.name] = backend
-    if named and named not in backends.values():
+    if named and named.name not in {used.name for used in backends.values() if used}:
         used = ", ".join(sorted({b.name for b in backends.values() if b}))
         raise AtlasError(
             Code.UNKNOWN_BACKEND,
@@ -200,8 +212,17 @@ def packed_for(model: Model, backends: dict[str, Backend | None]) -> Model:
     return msgspec.structs.replace(model, layers=tuple(layers))
 
 
-def _head_dim(spec: Spec) -> int | None:
-    return getattr(spec, "head_dim", None)
+def _sparse_layers(model: Model) -> set[int]:
+    """Return the indices of layers that attend to selected tokens only.
+
+    Layers of latent attention without an indexer use the selection of the last layer that has
+    one, unless the model has windows as well.
+    """
+    indexed = {layer.index for layer in model.layers if isinstance(layer.spec, Indexer)}
+    kinds = {type(layer.spec) for layer in model.layers}
+    if not indexed or not kinds <= {Indexer, LatentAttention}:
+        return indexed
+    return {layer.index for layer in model.layers}
 
 
 def _default(spec: Spec, *, sparse: bool) -> str:
@@ -210,7 +231,7 @@ def _default(spec: Spec, *, sparse: bool) -> str:
         if sparse:
             return "MINIMAX_M3_SPARSE"
         if spec.v_dim not in (None, spec.head_dim):
-            return "TRITON_ATTN_DIFFKV"
+            return "FLASH_ATTN_DIFFKV" if spec.cache == "auto" else "TRITON_ATTN_DIFFKV"
         if spec.cache in _TURBO:
             return "TURBOQUANT"
         if spec.cache == "nvfp4":
@@ -222,11 +243,13 @@ def _default(spec: Spec, *, sparse: bool) -> str:
         return "DEEPSEEK_SPARSE_SWA"
     if isinstance(spec, Indexer):
         if spec.cache == "bf16":
-            return "MINIMAX_M3_SPARSE"
+            return "MINIMAX_M3_SPARSE_INDEXER"
         return "DEEPSEEK_V32_INDEXER" if spec.compress == 1 else "DEEPSEEK_V4_INDEXER"
     if isinstance(spec, LatentAttention):
         if spec.version != "v3" or spec.compress > 1:
             return "FLASHMLA_SPARSE_DSV4"
+        if sparse and spec.cache == "auto":
+            return "FLASH_ATTN_MLA_SPARSE"
         if sparse or spec.cache.endswith("_ds_mla"):
             return "FLASHMLA_SPARSE"
         return "FLASH_ATTN_MLA" if spec.cache == "auto" else "FLASHMLA"

@@ -76,7 +76,9 @@ def block_size(request: PlanRequest) -> BlockSize:
     if not token:
         return plain
     step = lcm(kernel_multiple(request, block), checkpoint_multiple(request))
-    least = lcm(*(min(backend.sizes) for backend in used_backends(request)))
+    least = 1
+    if request.rules.multiple_of_all_backends:
+        least = lcm(*(min(backend.sizes) for backend in used_backends(request)))
     inflated = round_up(step * ceil_div(state, step * token), least)
     if inflated > block:
         reasons += (

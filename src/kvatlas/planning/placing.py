@@ -49,6 +49,8 @@ class PoolDraft:
     """Whether this is a separate pool of recurrent states, sized by the number of requests."""
     interleaved: bool = True
     """Whether kernel blocks of different layers may be interleaved, to give them one stride."""
+    rounds_sum: bool = False
+    """Whether the bytes of a block are the sum of its pages, rounded up, in every layout."""
 
     def on(self, stages: dict[str, int], stage: int) -> PoolDraft:
         """Return this draft with only the layers of pipeline stage `stage`.
@@ -71,7 +73,7 @@ class PoolDraft:
             return self.page * max(
                 len(x) if x[0].kind == "recurrent" else ceil_div(len(x), self.pack) for x in filled
             )
-        if not self.layout.block_outermost:
+        if not (self.layout.block_outermost or self.rounds_sum):
             return max(sum(layer.spread for layer in layers) for layers in filled)
         widest = max(sum(layer.nbytes for layer in layers) for layers in filled)
         return round_up(widest, lcm(*(layer.alignment for layers in filled for layer in layers)))

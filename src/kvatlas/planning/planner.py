@@ -100,7 +100,7 @@ def plan(
     if in_flight is None:
         # Two batches are in flight at once, and one more for each additional stage.
         in_flight = _BATCHED_TOKENS * (pp + 1)
-    backends = backends_of(loaded, backend, rules=rules, chip=chip)
+    backends = backends_of(loaded, backend, rules=rules, chip=chip, tp=tp)
     loaded = packed_for(loaded, backends)
     request = PlanRequest(
         model=loaded,

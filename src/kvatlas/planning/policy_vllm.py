@@ -51,7 +51,9 @@ def draft_vllm(
         layers = promote(layers)
     groups = group_layers(layers, layout)
     _refuse_unlike_pages(groups, layout)
-    return PlanDraft((PoolDraft(tuple(groups), layout, interleaved=False),), size, orders)
+    rounds_sum = not request.rules.rounds_each_layer
+    pool = PoolDraft(tuple(groups), layout, interleaved=False, rounds_sum=rounds_sum)
+    return PlanDraft((pool,), size, orders)
 
 
 def _refuse_unlike_pages(groups: list[GroupDraft], layout: Layout) -> None:

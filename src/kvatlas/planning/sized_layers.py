@@ -180,6 +180,8 @@ class SizedLayer:
             return None
         if self.backend.whole_rows and getattr(self.spec, "cache", "auto") == "auto":
             return ("rows", self.page.content)
+        if not self.backend.whole_blocks:
+            return None
         if self.backend.whole_rows or not self.backend.multiples:
             return ("kernel blocks", max(self.backend.sizes))
         return None

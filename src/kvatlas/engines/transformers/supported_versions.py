@@ -6,7 +6,7 @@ import warnings
 
 import transformers
 
-FIRST, LAST = (5, 17), (5, 22)
+FIRST, LAST = (5, 17), (5, 23)
 
 
 def warn_of_untried_version(version: str = transformers.__version__) -> None:

@@ -6,7 +6,7 @@ A new release needs one module here and its recorded answers (`make record-vllm`
 from __future__ import annotations
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.planning.engine_rules import vllm_0_32, vllm_0_33
+from kvatlas.planning.engine_rules import vllm_0_31, vllm_0_32, vllm_0_33
 from kvatlas.planning.engine_rules.chips import CHIPS, checked_chip, chip_of
 from kvatlas.planning.engine_rules.rule_types import (
     BackendChoice,
@@ -26,7 +26,7 @@ __all__ = [
     "split_policy",
 ]
 
-RELEASES = {module.RULES.version: module.RULES for module in (vllm_0_32, vllm_0_33)}
+RELEASES = {module.RULES.version: module.RULES for module in (vllm_0_31, vllm_0_32, vllm_0_33)}
 """The rules of each known release of vLLM, the oldest first."""
 NEWEST = next(reversed(RELEASES.values()))
 

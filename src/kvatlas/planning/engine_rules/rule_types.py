@@ -52,14 +52,29 @@ class BackendChoice(msgspec.Struct, frozen=True, kw_only=True):
     """Head sizes that the backend supports; empty for all."""
     architectures: tuple[str, ...] = ()
     """Architectures whose names start with one of these words; empty for all."""
+    caches: tuple[str, ...] = ()
+    """Cache dtypes for which the engine selects it; empty for all."""
+    most_heads: int | None = None
+    """The largest number of query heads per rank for which the engine selects it; None for any."""
 
-    def fits(self, name: str, chip: str | None, model: Model, head_dim: int | None) -> bool:
+    def fits(self, name: str, chip: str | None, model: Model, spec: Spec, tp: int) -> bool:
         """Return whether the backend replaces the backend `name` in a layer of a model."""
         if chip not in self.chips or name not in self.instead_of:
             return False
-        if self.head_dims and head_dim not in self.head_dims:
+        if self.head_dims and getattr(spec, "head_dim", None) not in self.head_dims:
+            return False
+        if self.caches and getattr(spec, "cache", "auto") not in self.caches:
+            return False
+        if self.most_heads is not None and model.attention_heads // tp > self.most_heads:
             return False
         return not self.architectures or model.architecture.startswith(self.architectures)
+
+
+class MissingKernels(msgspec.Struct, frozen=True, kw_only=True):
+    """Backends that the engine refuses on some chips, where it has no other for such layers."""
+
+    chips: tuple[str, ...]
+    backends: tuple[str, ...]
 
 
 class EngineRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,14 +83,29 @@ class EngineRules(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     checkpoints: tuple[PrefillCheckpoint, ...]
     backends: tuple[BackendChoice, ...] = ()
+    missing: tuple[MissingKernels, ...] = ()
+    multiple_of_all_backends: bool = True
+    """Whether a hybrid's block is a multiple of the smallest kernel block of every backend. If
+    false, only the first backend counts."""
+    whole_kernel_blocks: bool = True
+    """Whether block strides are multiples of a kernel block where a backend reads fixed sizes."""
+    rounds_each_layer: bool = True
+    """Whether, in layouts where layers are outermost, each layer's block stride is rounded up. If
+    false, the sum of a block's pages is."""
+    any_stride: tuple[str, ...] = ()
+    """Backends that place no condition on block strides, although they do in newer releases."""
 
     def checkpoint(self, model: Model, spec: Spec, chip: str | None) -> PrefillCheckpoint | None:
         """Return the rule that applies to the states of a spec on a chip; None if none applies."""
         found = (rule for rule in self.checkpoints if rule.on(chip) and rule.fits(model, spec))
         return next(found, None)
 
-    def backend(self, name: str, chip: str | None, model: Model, head_dim: int | None) -> str:
+    def backend(self, name: str, chip: str | None, model: Model, spec: Spec, tp: int) -> str:
         """Return the backend that the engine selects on a chip; `name` is its choice on Hopper."""
-        found = (one for one in self.backends if one.fits(name, chip, model, head_dim))
+        found = (one for one in self.backends if one.fits(name, chip, model, spec, tp))
         choice = next(found, None)
         return choice.backend if choice else name
+
+    def refuses(self, backend: str, chip: str | None) -> bool:
+        """Return whether the engine refuses layers of this backend on a chip."""
+        return any(chip in one.chips and backend in one.backends for one in self.missing)

@@ -1,8 +1,17 @@
 """The rules of vLLM 0.33, checked against `tests/planning/vllm_answers.json`."""
 
+import msgspec
+
 from kvatlas.planning.engine_rules.chips import BLACKWELL, CONSUMER_BLACKWELL, HOPPER
 from kvatlas.planning.engine_rules.rule_types import EngineRules, PrefillCheckpoint
-from kvatlas.planning.engine_rules.vllm_0_32 import BACKENDS, FLASHKDA, MAMBA2
+from kvatlas.planning.engine_rules.vllm_0_31 import (
+    BACKENDS,
+    BLACKWELL_SPARSE,
+    FEW_HEADS,
+    FLASHKDA,
+    MISSING,
+)
+from kvatlas.planning.engine_rules.vllm_0_32 import MAMBA2
 
 _QWEN = ("Qwen3Next", "Qwen3_5")
 FLASHINFER_GDN = (
@@ -17,5 +26,12 @@ FLASHINFER_GDN = (
     ),
 )  # fmt: skip
 RULES = EngineRules(
-    version="0.33", checkpoints=(MAMBA2, FLASHKDA, *FLASHINFER_GDN), backends=BACKENDS
+    version="0.33",
+    checkpoints=(MAMBA2, FLASHKDA, *FLASHINFER_GDN),
+    backends=(
+        *BACKENDS,
+        msgspec.structs.replace(FEW_HEADS, backend="FLASH_ATTN_MLA_SPARSE_FA4"),
+        BLACKWELL_SPARSE,
+    ),
+    missing=MISSING,
 )
