@@ -170,10 +170,10 @@ def test_what_is_lost_between_lookup_and_load_is_computed(pages: Guarded, tmp_pa
         with engine("Llama", pages, f"folder://{folder}", 0) as one:
             ask("Llama", one, prompt)
         with engine("Llama", pages, f"folder://{folder}", 1) as other:
-            longest = other.tiered.longest
+            search = other.tiered.search
 
-            def then_harmed(chain: Any, longest: Any = longest, folder: Path = folder) -> int:
-                found = int(longest(chain))
+            def then_harmed(chain: Any, search: Any = search, folder: Path = folder) -> Any:
+                found = search(chain)
                 for path in folder.rglob("0.0-16/0"):  # an object of every row
                     path.chmod(0o600)
                     path.write_bytes(bytes(path.stat().st_size))
@@ -181,7 +181,7 @@ def test_what_is_lost_between_lookup_and_load_is_computed(pages: Guarded, tmp_pa
                         path.unlink()
                 return found
 
-            other.tiered.longest = then_harmed
+            other.tiered.search = then_harmed
             assert ask("Llama", other, prompt)[0] == 0
             assert other.tiered.counts["lost"] == 1
             reason = "incomplete" if harm == "removed" else "damaged"
