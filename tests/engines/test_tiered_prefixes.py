@@ -276,3 +276,32 @@ def test_what_was_converted_as_it_was_loaded_is_stored_in_the_engines_own_dtype(
         prefixes.close()
         # Without its beginning, what comes behind it would be found by nobody.
         assert tier.match(chain.keys(96), 96) == 96
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "found"),
+    [
+        ("Gemma3", "folder", [0, 128, 192, 240]),
+        ("GptOss", "file", [0, 128, 192, 240]),
+        ("FalconH1", "folder", [0, 0, 192, 240]),
+        ("Qwen3Next", "file", [0, 0, 192, 240]),
+    ],
+)
+def test_a_shared_system_prompt_is_found_by_the_second_or_third_request(
+    name: str, kind: str, found: list[int], pages: Guarded, tmp_path: Path
+) -> None:
+    """Each request runs in another engine, so that all is read from the tier."""
+    where = f"folder://{tmp_path}/store" if kind == "folder" else tmp_path / "file"
+    system, *own = torch.randint(1, VOCABULARY, (4, 200), generator=seeded(34)).tolist()
+    first, second, third = (system + tail[:50] for tail in own)
+    model = model_of(name)
+    plan = make_plan(model.config, batch=2, prefix_caching=True, max_len=300, layout="LBNHC")
+    options: dict[str, Any] = {"block_size": BLOCK}
+    options |= {"staging": 1 << 20, "timeout": 30.0} if kind == "folder" else {"memory": "4MiB"}
+    got = []
+    for prompt in (first, second, third, first):
+        cache = pages.bind(plan, BlockPool(plan, null_block=False))
+        reuse = PrefixReuse(model, cache, where, **options)
+        got.append(ask(name, reuse, prompt)[0])
+        reuse.close()
+    assert got == found

@@ -100,9 +100,9 @@ class PrefixFinder:
         """Return the first token to store, if the tier has a prefix of `stored` tokens.
 
         A request that ends after `stop` tokens also stores the windows of its last token, which
-        begin before `stored` tokens.
+        may begin before `stored` tokens, and the states after its last token.
         """
-        return min(stored, *(int(seen.first(stop)) for seen in self._windows), stop)
+        return min(stored, *(int(seen.first(stop)) for seen in self._windows), stop - 1)
 
     def longest(self, chain: PrefixChain) -> int:
         """Return the number of tokens of the longest stored prefix, to pass to `chain.keys`."""
