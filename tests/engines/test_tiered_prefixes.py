@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from kvatlas.engines.transformers import AtlasCache, PrefixReuse, make_plan
-from kvatlas.engines.transformers.tiered_prefixes import TieredPrefixes, loaded_weights
+from kvatlas.engines.transformers.identity_of_model import loaded_weights
+from kvatlas.engines.transformers.tiered_prefixes import TieredPrefixes
 from kvatlas.errors import AtlasError
 from kvatlas.pool import BlockPool, PrefixIdentity
 from kvatlas.routing import scattered
@@ -270,7 +271,7 @@ def test_what_was_converted_as_it_was_loaded_is_stored_in_the_engines_own_dtype(
         theirs.store(pools(bf16, 0, 1), bf16, **about, keys=chain.keys(32))
         prefixes, blocks = TieredPrefixes(tier, OURS), scattered(fp8, 96)
         cache: Any = SimpleNamespace(pools=pools(fp8, 0, 2), plan=fp8)
-        assert prefixes.longest(chain) == 32
+        assert prefixes.search(chain).tokens == 32
         assert prefixes.load(chain, cache, blocks, 0, 32)
         prefixes.store(chain, cache, blocks, 96)
         prefixes.close()

@@ -14,6 +14,7 @@ from kvatlas.tier.served.server import TierServer
 from kvatlas.tier.served.sharing import share_file, share_memory
 from kvatlas.tier.store_inspection import (
     collect_garbage,
+    copy_prefix,
     export_objects,
     import_objects,
     summaries,
@@ -40,6 +41,7 @@ __all__ = [
     "TierEvents",
     "TierServer",
     "collect_garbage",
+    "copy_prefix",
     "export_objects",
     "import_objects",
     "open_store",

@@ -6,7 +6,6 @@ and tokens that cannot be stored are skipped.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from kvatlas.cache import Cache
+from kvatlas.engines.transformers.identity_of_model import model_identity
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import CacheIdentity
 from kvatlas.pool import PrefixIdentity
@@ -33,10 +32,7 @@ log = logging.getLogger("kvatlas.transformers")
 Blocks = Mapping[int, Sequence[int]]
 """The block ids of a sequence, by group."""
 
-_SUMMED = 1 << 18
-"""Number of 8-byte words that are added to one sum."""
 _NOTHING = Found(0, 0)
-_NOT_THE_MODEL = ("transformers_version", "use_cache")
 
 
 class TieredPrefixes:
@@ -182,7 +178,7 @@ def tiered_prefixes(
     A tier that is opened by address is shared with other processes. `options` are passed to
     `open_tier`.
     """
-    identity = identity or CacheIdentity(weights=loaded_weights(model))
+    identity = identity or model_identity(model)
     if isinstance(tier, str | Path):
         about = {"max_len": cache.plan.max_len, "shared": True, **options}
         opened = open_tier(tier, cache.plan, identity, **about)
@@ -193,39 +189,3 @@ def tiered_prefixes(
         got = f"an open tier with {', '.join(sorted(options))}"
         raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
     return TieredPrefixes(tier, identity, events, policy=policy)
-
-
-def loaded_weights(model: Any) -> str:
-    """Return a digest of a model in memory: of its config and all of its tensors.
-
-    >>> layer = torch.nn.Linear(4, 4)
-    >>> one = loaded_weights(layer)
-    >>> _ = torch.nn.init.ones_(layer.bias)
-    >>> one == loaded_weights(layer)
-    False
-    """
-    config = model.config.to_dict() if hasattr(model, "config") else {}
-    said = {
-        key: value
-        for key, value in config.items()
-        if key not in _NOT_THE_MODEL and not key.startswith("_")
-    }
-    digest = blake2b(json.dumps(said, sort_keys=True, default=str).encode(), digest_size=16)
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        digest.update(_summed(tensor.detach()))
-    return digest.hexdigest()
-
-
-def _summed(tensor: torch.Tensor) -> bytes:
-    """Return weighted sums of a tensor's 64-bit words, computed on its device.
-
-    The weights are odd, so that a change of any single word changes a sum.
-    """
-    text = tensor.reshape(-1).contiguous().view(torch.uint8)
-    text = text.clone() if text.storage_offset() % 8 else text
-    words = text[: text.numel() // 8 * 8].view(torch.int64)
-    by = torch.arange(1, 2 * _SUMMED, 2, device=words.device)
-    sums = [(part * by[: len(part)]).sum().view(1) for part in torch.split(words, _SUMMED)]
-    parts = (torch.cat(sums).view(torch.uint8), text[len(words) * 8 :])
-    return b"".join(part.cpu().numpy().tobytes() for part in parts)
