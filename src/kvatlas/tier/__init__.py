@@ -22,14 +22,23 @@ from kvatlas.tier.store_inspection import (
 )
 from kvatlas.tier.store_tier import StoreTier
 from kvatlas.tier.stored_rows import OtherRows
-from kvatlas.tier.stores import FolderStore, HostStore, MooncakeStore, ObjectStore
+from kvatlas.tier.stores import (
+    EncryptedStore,
+    FolderStore,
+    HostStore,
+    KeyFolder,
+    MooncakeStore,
+    ObjectStore,
+)
 from kvatlas.tier.tier import Tier
 from kvatlas.tier.tier_events import TierEvents
 
 __all__ = [
     "Converting",
+    "EncryptedStore",
     "FolderStore",
     "HostStore",
+    "KeyFolder",
     "MooncakeStore",
     "ObjectStore",
     "OtherRows",

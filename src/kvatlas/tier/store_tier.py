@@ -38,7 +38,7 @@ from kvatlas.tier.store_inspection import CopiedPrefix, copy_prefix
 from kvatlas.tier.stored_rows import FoundRows, OtherRows, StoredRows, check_alike
 from kvatlas.tier.stores import ObjectStore
 
-_UNAVAILABLE = (Code.DEADLINE, Code.WIRE_FAILED, Code.UNREADABLE)
+_UNAVAILABLE = (Code.DEADLINE, Code.WIRE_FAILED, Code.UNREADABLE, Code.ROW_UNREADABLE)
 """Error codes of a store that cannot be reached."""
 _STORE_FAILED = {
     Code.DEADLINE: "late",
@@ -46,6 +46,7 @@ _STORE_FAILED = {
     Code.CHECKSUM: "damaged",
     Code.WIRE_FAILED: "failed",
     Code.UNREADABLE: "failed",
+    Code.ROW_UNREADABLE: "failed",
 }
 """Error codes of a store, and the reason under which each is counted as a miss."""
 
