@@ -31,7 +31,7 @@ _SECONDS = 2.0
 """Seconds after which the search for ends stops, if the tier is slow."""
 
 
-class Found(NamedTuple):
+class StoredPrefix(NamedTuple):
     """The result of a search for a request's prefix in a tier, in tokens."""
 
     tokens: int
@@ -108,7 +108,7 @@ class PrefixFinder:
         """Return the number of tokens of the longest stored prefix, to pass to `chain.keys`."""
         return self.search(chain).tokens
 
-    def search(self, chain: PrefixChain) -> Found:
+    def search(self, chain: PrefixChain) -> StoredPrefix:
         """Return the longest stored prefix, and the longest that full attention has."""
         attention, groups = 0, self.tier.plan.groups
         if self.partial:
@@ -125,11 +125,11 @@ class PrefixFinder:
                     if not found:
                         raise
             if found:
-                return Found(found, attention)
+                return StoredPrefix(found, attention)
         # If nothing is found, this also makes a store count the reason.
         whole = chain.count // self.unit * self.unit
         found = self.tier.match(chain.keys(whole), whole) if whole else 0
-        return Found(found, max(attention, 0 if self.partial else found))
+        return StoredPrefix(found, max(attention, 0 if self.partial else found))
 
     def _longest_end(self, asked: _Ends, ends: range, until: float) -> int:
         """Return the first of `ends` at which a stored prefix of one cache dtype ends.

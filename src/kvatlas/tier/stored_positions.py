@@ -9,7 +9,8 @@ branches off where they end.
 
 from __future__ import annotations
 
-from kvatlas.pool.checkpoints import Checkpoints, Prompt, checkpoint_policy
+from kvatlas.pool import Checkpoints, checkpoint_policy
+from kvatlas.pool.checkpoints import Prompt
 
 FOR_WINDOWS = "vllm-default+every-128"
 """The default policy of models with windows: rows of nearby windows are shared, so it is cheap."""

@@ -19,11 +19,10 @@ from kvatlas.cache import Cache
 from kvatlas.engines.transformers.identity_of_model import model_identity
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import CacheIdentity
-from kvatlas.pool import PrefixIdentity
-from kvatlas.pool.checkpoints import Checkpoints
+from kvatlas.pool import Checkpoints, PrefixIdentity
 from kvatlas.tier import PrefixFinder, StoreTier, TierEvents, open_tier
 from kvatlas.tier.chained_keys import PrefixChain
-from kvatlas.tier.prefix_finder import AnyTier, Found
+from kvatlas.tier.prefix_finder import AnyTier, StoredPrefix
 from kvatlas.tier.stored_positions import default_policy, stored_positions
 from kvatlas.tier.tier_events import EventListener
 
@@ -32,7 +31,7 @@ log = logging.getLogger("kvatlas.transformers")
 Blocks = Mapping[int, Sequence[int]]
 """The block ids of a sequence, by group."""
 
-_NOTHING = Found(0, 0)
+_NOTHING = StoredPrefix(0, 0)
 
 
 class TieredPrefixes:
@@ -79,7 +78,7 @@ class TieredPrefixes:
         longest = self.tier.plan.max_len
         return self._finder.chain(tokens[:longest], salt, about.lora)
 
-    def search(self, chain: PrefixChain | None) -> Found:
+    def search(self, chain: PrefixChain | None) -> StoredPrefix:
         """Return how many of a request's first tokens the tier stores, or 0 if the lookup fails."""
         try:
             found = self._finder.search(chain) if chain else _NOTHING

@@ -26,8 +26,7 @@ from kvatlas.engines.vllm.stored_checkpoints import StoredCheckpoints
 from kvatlas.engines.vllm.tier_scheduler import LOOKUP_TIMEOUT, TierScheduler
 from kvatlas.engines.vllm.transfer_groups import TransferGroups
 from kvatlas.errors import AtlasError
-from kvatlas.pool import BlockEvent
-from kvatlas.pool.checkpoints import Checkpoints
+from kvatlas.pool import BlockEvent, Checkpoints
 
 log = logging.getLogger("kvatlas.vllm")
 

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning.request import quantity
-from kvatlas.pool.checkpoints import Checkpoints, checkpoint_policy
+from kvatlas.pool import Checkpoints, checkpoint_policy
 from kvatlas.routing.conversion import parse_conversion
 from kvatlas.tier.opening import is_store
 from kvatlas.wire import TRANSPORT_NAMES, How

@@ -18,7 +18,7 @@ from typing import Any
 from kvatlas.engines.vllm.orders import StoreOrder
 from kvatlas.engines.vllm.prefix_tier import PrefixTier
 from kvatlas.engines.vllm.transfer_groups import TransferGroups
-from kvatlas.pool.checkpoints import Checkpoints
+from kvatlas.pool import Checkpoints
 from kvatlas.tier.chained_keys import PrefixChain
 from kvatlas.tier.stored_positions import default_policy, stored_positions
 
