@@ -103,7 +103,7 @@ INTERNAL: dict[str, str] = {
         copying.gpu_offload copying.memory_copy copying.nested_copy copying.pool_bounds
         copying.run_bounds copying.stream_pieces wire.channels wire.connection wire.encoding
         wire.handshake_checks wire.protocol wire.rpc wire.shared_pools
-        wire.unix_sockets
+        wire.unix_sockets pool.checkpoints
     """,
     "maps": """
         geometry.address_arrays geometry.byte_sizes planning.plans
@@ -111,7 +111,8 @@ INTERNAL: dict[str, str] = {
     "engines": """
         geometry.integers planning.request routing.conversion specs.cell_formats
         specs.scale_location tier.chained_keys tier.converting tier.hit tier.opening
-        tier.prefix_finder tier.store_hit tier.tier_events wire.client.transfer_request
+        tier.prefix_finder tier.store_hit tier.stored_positions tier.tier_events
+        wire.client.transfer_request
         wire.transports.nixl_agents
         copying.cuda_driver copying.device_marks copying.memory_copy
     """,

@@ -234,6 +234,7 @@ def test_every_code_has_a_way_to_it() -> None:
         Code.NO_BLOCKS, Code.ENGINE_REFUSES, Code.CANNOT_TAKE_BACK,
     }  # fmt: skip
     elsewhere |= {Code.BAD_TRACE}  # tests/simulate
+    elsewhere |= {Code.ROW_UNREADABLE}  # tests/tier/test_encrypted_store.py
     elsewhere |= {Code.UNWRITABLE}  # tests/maps/test_map.py
     elsewhere |= {Code.WRONG_DEVICE, Code.NO_KERNEL}  # tests/kernels/triton/test_refusals.py
     assert {code for code, _ in REFUSALS} | elsewhere == set(Code)

@@ -146,6 +146,7 @@ class Code(StrEnum):
     )
     CHECKSUM = "checksum", "The received bytes do not match their checksums"
     CANCELLED = "cancelled", "The transfer was cancelled"
+    ROW_UNREADABLE = "row_unreadable", "An encrypted row cannot be read without its tenant's key"
     MISSING_EXTRA = "missing_extra", "A required library is not installed"
     BAD_TRACE = "bad_trace", "The trace is inconsistent or in an unknown format"
     NO_BLOCKS = "no_blocks", "The pool does not have enough free blocks"

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from kvatlas.engines.transformers import AtlasCache, PrefixReuse, make_plan
-from kvatlas.engines.transformers.tiered_prefixes import TieredPrefixes, loaded_weights
+from kvatlas.engines.transformers.identity_of_model import loaded_weights
+from kvatlas.engines.transformers.tiered_prefixes import TieredPrefixes
 from kvatlas.errors import AtlasError
 from kvatlas.pool import BlockPool, PrefixIdentity
 from kvatlas.routing import scattered
@@ -170,10 +171,10 @@ def test_what_is_lost_between_lookup_and_load_is_computed(pages: Guarded, tmp_pa
         with engine("Llama", pages, f"folder://{folder}", 0) as one:
             ask("Llama", one, prompt)
         with engine("Llama", pages, f"folder://{folder}", 1) as other:
-            longest = other.tiered.longest
+            search = other.tiered.search
 
-            def then_harmed(chain: Any, longest: Any = longest, folder: Path = folder) -> int:
-                found = int(longest(chain))
+            def then_harmed(chain: Any, search: Any = search, folder: Path = folder) -> Any:
+                found = search(chain)
                 for path in folder.rglob("0.0-16/0"):  # an object of every row
                     path.chmod(0o600)
                     path.write_bytes(bytes(path.stat().st_size))
@@ -181,7 +182,7 @@ def test_what_is_lost_between_lookup_and_load_is_computed(pages: Guarded, tmp_pa
                         path.unlink()
                 return found
 
-            other.tiered.longest = then_harmed
+            other.tiered.search = then_harmed
             assert ask("Llama", other, prompt)[0] == 0
             assert other.tiered.counts["lost"] == 1
             reason = "incomplete" if harm == "removed" else "damaged"
@@ -270,9 +271,38 @@ def test_what_was_converted_as_it_was_loaded_is_stored_in_the_engines_own_dtype(
         theirs.store(pools(bf16, 0, 1), bf16, **about, keys=chain.keys(32))
         prefixes, blocks = TieredPrefixes(tier, OURS), scattered(fp8, 96)
         cache: Any = SimpleNamespace(pools=pools(fp8, 0, 2), plan=fp8)
-        assert prefixes.longest(chain) == 32
+        assert prefixes.search(chain).tokens == 32
         assert prefixes.load(chain, cache, blocks, 0, 32)
         prefixes.store(chain, cache, blocks, 96)
         prefixes.close()
         # Without its beginning, what comes behind it would be found by nobody.
         assert tier.match(chain.keys(96), 96) == 96
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "found"),
+    [
+        ("Gemma3", "folder", [0, 128, 192, 240]),
+        ("GptOss", "file", [0, 128, 192, 240]),
+        ("FalconH1", "folder", [0, 0, 192, 240]),
+        ("Qwen3Next", "file", [0, 0, 192, 240]),
+    ],
+)
+def test_a_shared_system_prompt_is_found_by_the_second_or_third_request(
+    name: str, kind: str, found: list[int], pages: Guarded, tmp_path: Path
+) -> None:
+    """Each request runs in another engine, so that all is read from the tier."""
+    where = f"folder://{tmp_path}/store" if kind == "folder" else tmp_path / "file"
+    system, *own = torch.randint(1, VOCABULARY, (4, 200), generator=seeded(34)).tolist()
+    first, second, third = (system + tail[:50] for tail in own)
+    model = model_of(name)
+    plan = make_plan(model.config, batch=2, prefix_caching=True, max_len=300, layout="LBNHC")
+    options: dict[str, Any] = {"block_size": BLOCK}
+    options |= {"staging": 1 << 20, "timeout": 30.0} if kind == "folder" else {"memory": "4MiB"}
+    got = []
+    for prompt in (first, second, third, first):
+        cache = pages.bind(plan, BlockPool(plan, null_block=False))
+        reuse = PrefixReuse(model, cache, where, **options)
+        got.append(ask(name, reuse, prompt)[0])
+        reuse.close()
+    assert got == found

@@ -70,6 +70,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
         },
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            **_DENSE,
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "sliding_window": WINDOW,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
     "granite": (
         "GraniteMoeHybridConfig",
         {

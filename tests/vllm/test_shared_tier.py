@@ -26,6 +26,7 @@ from kvatlas.engines.vllm.fleet_tier import find_fleet_tier, open_fleet_tier
 from kvatlas.engines.vllm.prefix_tier import PrefixTier
 from kvatlas.engines.vllm.scheduler_side import SchedulerSide
 from kvatlas.engines.vllm.tier_worker import TierWorker
+from kvatlas.models import CacheIdentity
 from kvatlas.routing import route
 from kvatlas.tier import FolderStore
 from kvatlas.tier.opening import is_store, rows_of
@@ -33,6 +34,7 @@ from kvatlas.wire import Memory
 from tests.vllm.shapes import Blocks, Config, FullAttentionSpec, Group, vllm_config
 from tests.vllm.test_prefix_tier import LAYERS, MEMORY, TOKENS, asking
 
+OURS = CacheIdentity(weights="weights")
 HEADS = 2
 """Of the whole model."""
 
@@ -58,7 +60,7 @@ class Ranks:
         self.workers = []
         given = {"tier": str(where), "tier_options": {"staging": 1 << 16}, "transport": "none"}
         fleet = ConnectorSettings.read(given | about) if is_store(where) else None
-        weights = b"weights of the fleet"
+        weights = CacheIdentity(weights="weights of the fleet")
         rows = b""
         for rank, pool in enumerate(self.pools):
             if fleet is None:
@@ -237,10 +239,12 @@ def test_tenants_and_weights_of_one_store_find_nothing_of_each_other(tmp_path: P
     assert other.matched(asking(TOKENS)) == 0
     assert other.asked.misses == {"other_tenant": 1}
     settings = ConnectorSettings.read({"tier": where, "tenant": "one", "transport": "none"})
-    stranger = find_fleet_tier(settings, one.asked.plan.to_json(), b"other weights")
+    stranger = find_fleet_tier(
+        settings, one.asked.plan.to_json(), CacheIdentity(weights="other weights")
+    )
     assert stranger is not None
     asked = PrefixTier(stranger, one.plan.max_len, b"")
-    assert asked.find(asked.chain(TOKENS, None)).result(20) is None
+    assert asked.find(asked.chain(TOKENS, None)).result(20).tokens == 0
     assert stranger.misses == {"other_weights": 1}
     for engine in (one, other, asked):
         engine.close()
@@ -252,11 +256,11 @@ def test_a_store_that_cannot_be_reached_is_not_used(tmp_path: Path) -> None:
         settings = ConnectorSettings.read({"tier": where, "transport": "none"})
         config = Config([Group(FullAttentionSpec(block_size=64), LAYERS[0])], num_blocks=24)
         plan = join_stages([describe_stage(vllm_config(), config)])
-        assert open_fleet_tier(settings, plan, b"weights") is None
-        assert find_fleet_tier(settings, plan.to_json(), b"weights") is None
+        assert open_fleet_tier(settings, plan, OURS) is None
+        assert find_fleet_tier(settings, plan.to_json(), OURS) is None
     settings = ConnectorSettings.read({"tier": "folder:///tmp/x?colour=red", "transport": "none"})
     with pytest.raises(AtlasError, match="unknown option"):
-        open_fleet_tier(settings, plan, b"weights")
+        open_fleet_tier(settings, plan, OURS)
 
 
 def test_a_store_that_hangs_holds_the_blocks_of_few_requests(
@@ -348,6 +352,6 @@ def test_a_store_that_cannot_be_used_is_let_go(
     config = Config([Group(FullAttentionSpec(block_size=64), LAYERS[0])], num_blocks=24)
     plan = join_stages([describe_stage(vllm_config(), config)])
     rows = rows_of(described_model([describe_stage(vllm_config(), config)]), 64, 512, "1GiB")
-    assert find_fleet_tier(settings, rows.to_json(), b"weights") is None
-    assert open_fleet_tier(settings, plan, b"weights") is None
+    assert find_fleet_tier(settings, rows.to_json(), OURS) is None
+    assert open_fleet_tier(settings, plan, OURS) is None
     assert len(closed) == 2

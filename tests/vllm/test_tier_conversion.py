@@ -30,6 +30,7 @@ from kvatlas.engines.vllm.tier_conversion import (
 )
 from kvatlas.engines.vllm.tier_worker import TierWorker
 from kvatlas.errors import Code
+from kvatlas.models import CacheIdentity
 from kvatlas.routing import route
 from kvatlas.specs import FullAttention
 from kvatlas.tier import Converting, Tier
@@ -89,9 +90,10 @@ class ConvertingEngine(EngineWithTier):
         identity = prefix_identity(given, served)
         name = f"engine {id(self)}"
         self.tier: PrefixTier
+        whose = CacheIdentity(weights=identity.hex())
         if given.fleet_tier:
-            opened: Any = open_fleet_tier(given, self.plan, identity, self.converting)
-            asked: Any = find_fleet_tier(given, opened.plan.to_json(), identity)
+            opened: Any = open_fleet_tier(given, self.plan, whose, self.converting)
+            asked: Any = find_fleet_tier(given, opened.plan.to_json(), whose)
             identity = b""
         else:
             about = (described_model([stage]), self.plan, name, self.converting)

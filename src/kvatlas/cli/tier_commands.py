@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvatlas.cli.tier_app import tier_app, tier_command
 from kvatlas.cli.tier_archives import export, import_archive
+from kvatlas.cli.tier_copy import copy
 from kvatlas.cli.tier_gc import gc
 from kvatlas.cli.tier_ls import ls
 from kvatlas.cli.tier_serve import serve
@@ -20,6 +21,7 @@ tier_command("verify", "verify folder:///mnt/kv --remove")(verify_objects)
 tier_command(
     "gc", "gc folder:///mnt/kv", "gc folder:///mnt/kv --tenant 6f1ed002ab5595859014ebf0951522d9"
 )(gc)
+tier_command("copy", "copy folder:///mnt/kv --prefix tokens.json --to folder:///mnt/other")(copy)
 tier_command("export", "export folder:///mnt/kv prefixes.tar")(export)
 tier_command("import", "import folder:///mnt/kv prefixes.tar")(import_archive)
 tier_command(

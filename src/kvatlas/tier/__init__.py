@@ -14,6 +14,7 @@ from kvatlas.tier.served.server import TierServer
 from kvatlas.tier.served.sharing import share_file, share_memory
 from kvatlas.tier.store_inspection import (
     collect_garbage,
+    copy_prefix,
     export_objects,
     import_objects,
     summaries,
@@ -21,14 +22,23 @@ from kvatlas.tier.store_inspection import (
 )
 from kvatlas.tier.store_tier import StoreTier
 from kvatlas.tier.stored_rows import OtherRows
-from kvatlas.tier.stores import FolderStore, HostStore, MooncakeStore, ObjectStore
+from kvatlas.tier.stores import (
+    EncryptedStore,
+    FolderStore,
+    HostStore,
+    KeyFolder,
+    MooncakeStore,
+    ObjectStore,
+)
 from kvatlas.tier.tier import Tier
 from kvatlas.tier.tier_events import TierEvents
 
 __all__ = [
     "Converting",
+    "EncryptedStore",
     "FolderStore",
     "HostStore",
+    "KeyFolder",
     "MooncakeStore",
     "ObjectStore",
     "OtherRows",
@@ -40,6 +50,7 @@ __all__ = [
     "TierEvents",
     "TierServer",
     "collect_garbage",
+    "copy_prefix",
     "export_objects",
     "import_objects",
     "open_store",

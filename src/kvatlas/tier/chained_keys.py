@@ -45,18 +45,19 @@ class PrefixChain:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Plan | int,
         tokens: Sequence[int],
         *,
         salt: bytes = b"",
         lora: str = "",
         identity: bytes = b"",
     ) -> None:
-        """Compute the hash chain of `tokens`.
+        """Compute the hash chain of `tokens`, for a tier's plan or a number of tokens per row.
 
         Pass `identity`, a digest of the weights, unless the names of stored objects include it.
         """
-        self._blocks = [group.block for group in plan.groups]
+        sizes = (group.block for group in plan.groups) if isinstance(plan, Plan) else (plan,)
+        self._blocks = list(sizes)
         self._grain = grain = gcd(*self._blocks)
         self._text, self.count = _as_bytes(tokens), len(tokens)
         self.salt, self.lora = salt, lora

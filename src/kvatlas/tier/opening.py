@@ -21,7 +21,14 @@ from kvatlas.tier.served.client import TierClient
 from kvatlas.tier.served.sharing import share_file
 from kvatlas.tier.store_tier import StoreTier
 from kvatlas.tier.stored_rows import OtherRows
-from kvatlas.tier.stores import FolderStore, HostStore, MooncakeStore, ObjectStore
+from kvatlas.tier.stores import (
+    EncryptedStore,
+    FolderStore,
+    HostStore,
+    KeyFolder,
+    MooncakeStore,
+    ObjectStore,
+)
 from kvatlas.tier.tier import Tier
 
 IN_MEMORY = "memory"
@@ -52,6 +59,7 @@ def open_tier(
     - `"mooncake://host:port?metrics=host:9003&segment=4GiB"`: Mooncake Store.
     - `"folder:///path?capacity=100GiB"`: a folder that several hosts share.
     - `"host://?capacity=1GiB"`: an object store in host memory of this process.
+    - `"folder:///path?keys=/etc/kvatlas/keys"`: objects are encrypted: see `KeyFolder`.
 
     An object store requires an `identity`. `options` are passed to `open_store_tier`.
 
@@ -196,6 +204,8 @@ def open_store(where: str, *, create: bool = True, **instead: Any) -> ObjectStor
         raise _unknown_kind(where)
     address = urlsplit(where)
     about = _about(address) | instead
+    if "keys" in about:
+        return _encrypted(where, create, about)
     try:
         match address.scheme:
             case "mooncake":
@@ -210,6 +220,17 @@ def open_store(where: str, *, create: bool = True, **instead: Any) -> ObjectStor
         hint = "See docs/how-to/tiers.md for the options of each store"
         raise AtlasError(Code.BAD_CONFIG, problem, got=got, hint=hint) from None
     raise _unknown_kind(where)
+
+
+def _encrypted(where: str, create: bool, about: dict[str, Any]) -> ObjectStore:
+    """Open a store whose objects are encrypted with the keys in the folder `keys`."""
+    if where.startswith("mooncake:"):
+        problem = "Mooncake Store reads registered memory, so its objects cannot be encrypted"
+        hint = "Remove keys=, or use folder:///path"
+        raise AtlasError(Code.CONTRADICTORY, problem, got=repr(where), hint=hint)
+    keys = KeyFolder(about.pop("keys"))
+    plain = open_store(where.partition("?")[0], create=create, **about)
+    return EncryptedStore(plain, keys)
 
 
 def _unknown_kind(where: str | Path) -> AtlasError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
-from math import gcd
+from math import gcd, lcm
 from typing import NamedTuple
 
 from kvatlas.errors import AtlasError
@@ -29,6 +29,15 @@ _TRIES = 16
 """Maximum number of found ends that are checked in all groups, some of which may lack them."""
 _SECONDS = 2.0
 """Seconds after which the search for ends stops, if the tier is slow."""
+
+
+class StoredPrefix(NamedTuple):
+    """The result of a search for a request's prefix in a tier, in tokens."""
+
+    tokens: int
+    """Length of the longest prefix from which all layers can continue."""
+    attention: int
+    """Length of the longest prefix that full attention has; 0 if the model has windows alone."""
 
 
 class PrefixFinder:
@@ -59,6 +68,8 @@ class PrefixFinder:
         """The greatest common divisor of all groups' block sizes, in tokens."""
         recurrent = [n for n, group in enumerate(groups) if group.kind == "recurrent"]
         windows = [n for n, group in enumerate(groups) if group.visibility != Visibility()]
+        self.step = lcm(*(group.block for group in groups))
+        """The least common multiple of all groups' block sizes, in tokens."""
         self.recurrent = bool(recurrent)
         self.partial = bool(recurrent or windows)
         """Whether a prefix can usually be reused only at the token where a request ended."""
@@ -68,6 +79,7 @@ class PrefixFinder:
             (n for n in range(len(groups)) if n not in recurrent and n not in windows), None
         )
         """A group that stores every token and thus bounds the ends; None if there is none."""
+        self._windows = [groups[n].visibility for n in windows if n not in recurrent]
         converts = isinstance(tier, StoreTier) and tier.converts
         self._rows: list[dict[str, bool]] = [{}, {"other": True}] if converts else [{}]
         """The lookup options for each cache dtype. A hit cannot combine rows of two dtypes."""
@@ -84,36 +96,55 @@ class PrefixFinder:
         """
         return tokens if self.partial else tokens // self.unit * self.unit
 
+    def start_for(self, stored: int, stop: int) -> int:
+        """Return the first token to store, if the tier has a prefix of `stored` tokens.
+
+        A request that ends after `stop` tokens also stores the windows of its last token, which
+        may begin before `stored` tokens, and the states after its last token.
+        """
+        return min(stored, *(int(seen.first(stop)) for seen in self._windows), stop - 1)
+
     def longest(self, chain: PrefixChain) -> int:
         """Return the number of tokens of the longest stored prefix, to pass to `chain.keys`."""
+        return self.search(chain).tokens
+
+    def search(self, chain: PrefixChain) -> StoredPrefix:
+        """Return the longest stored prefix, and the longest that full attention has."""
+        attention, groups = 0, self.tier.plan.groups
         if self.partial:
             until, found = time.monotonic() + _SECONDS, 0
             for rows in self._rows:
+                asked = _Ends(self.tier, chain, rows)
                 try:
-                    found = self._longest_end(_Ends(self.tier, chain, rows), found, until)
+                    farthest = self._farthest(asked, until)
+                    if not rows and self._keeping is not None:
+                        block = groups[self._keeping].block
+                        attention = farthest // block * block
+                    found = self._longest_end(asked, range(farthest, found, -1), until)
                 except AtlasError:
                     if not found:
                         raise
             if found:
-                return found
+                return StoredPrefix(found, attention)
         # If nothing is found, this also makes a store count the reason.
         whole = chain.count // self.unit * self.unit
-        return self.tier.match(chain.keys(whole), whole) if whole else 0
+        found = self.tier.match(chain.keys(whole), whole) if whole else 0
+        return StoredPrefix(found, max(attention, 0 if self.partial else found))
 
-    def _longest_end(self, asked: _Ends, found: int, until: float) -> int:
-        """Return the length of the longest stored prefix of one cache dtype; at least `found`.
+    def _longest_end(self, asked: _Ends, ends: range, until: float) -> int:
+        """Return the first of `ends` at which a stored prefix of one cache dtype ends.
 
-        The search stops at the time `until`.
+        If there is none, or none was found at the time `until`, return the stop of `ends`.
         """
-        for stop in self._ends(asked, found, until):
+        for stop in self._ends(asked, ends, until):
             if self.tier.match(asked.chain.keys(stop), stop) == stop:
                 return stop
-        return found
+        return ends.stop
 
-    def _ends(self, asked: _Ends, beyond: int, until: float) -> Iterator[int]:
-        """Yield token counts above `beyond` at which a stored prefix may end, longest first."""
-        tried = 0
-        for last in range(self._farthest(asked, until), beyond, -_AT_ONCE):
+    def _ends(self, asked: _Ends, ends: range, until: float) -> Iterator[int]:
+        """Yield token counts of `ends` at which a stored prefix may end."""
+        tried, beyond = 0, ends.stop
+        for last in ends[::_AT_ONCE]:
             stops = range(last, max(beyond, last - _AT_ONCE), -1)
             for stop in compress(stops, asked.kept(self._ending, stops)):
                 if tried == _TRIES or time.monotonic() > until:

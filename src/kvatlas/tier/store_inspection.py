@@ -1,4 +1,4 @@
-"""List, verify, clean up, export and import the objects of a store.
+"""List, verify, clean up, copy, export and import the objects of a store.
 
 These functions need no model: an object's name and header both specify where it belongs, and its
 checksum verifies its bytes.
@@ -9,18 +9,20 @@ from __future__ import annotations
 import re
 import tarfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
 from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
-from kvatlas.tier.namespaces import LEVELS, OLD_ROOTS, ROOT, parse_name, row_digest
+from kvatlas.tier.chained_keys import PrefixChain
+from kvatlas.tier.namespaces import LEVELS, OLD_ROOTS, ROOT, RowName, parse_name, row_digest
 from kvatlas.tier.object_header import HEADER, ObjectPlace, is_sound
+from kvatlas.tier.request_blocks import Cover
 from kvatlas.tier.stores import ABSENT, ObjectStore
 
 LARGEST = 1 << 32
@@ -50,11 +52,25 @@ class Verdict(NamedTuple):
     damaged: list[str]
 
 
+class CopiedPrefix(NamedTuple):
+    """The result of `copy_prefix`, in objects."""
+
+    copied: int
+    nbytes: int
+    """Bytes of the copied objects."""
+    existing: int
+    """Objects that the destination already had."""
+    refused: list[str]
+    """Names of objects that failed verification, or for which the destination had no space."""
+
+
 class _RowFormat(msgspec.Struct, frozen=True):
     """The row format that the mark of a namespace records."""
 
     level: Literal["format"]
     model: str
+    span: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+    """Tokens per row."""
     objects: list[list[int]]
     """The sizes of the objects of a row, for each kind of row."""
 
@@ -132,6 +148,66 @@ def collect_garbage(
             if not _complete(names, known):
                 removed += store.remove(names)
     return removed, store.sweep()
+
+
+def copy_prefix(
+    store: ObjectStore,
+    to: ObjectStore,
+    tokens: Sequence[int],
+    *,
+    salt: bytes = b"",
+    lora: str = "",
+    tenant: str = "",
+    namespace: str = "",
+    progress: Callable[[float], None] | None = None,
+    cancelled: Callable[[], bool] | None = None,
+) -> CopiedPrefix:
+    """Copy the rows of a request's prefixes to another store, before they are requested.
+
+    These are the rows that end after a whole number of rows or after all `tokens`, for requests
+    with this salt and adapter. `tenant` and `namespace` are digests; by default, rows of all
+    namespaces are copied. Each object is verified before it is stored. Rows are copied in the order
+    of their tokens, and `progress` is called with the completed share. If `cancelled` returns true,
+    the copy ends after the current object. A later call continues, because objects that exist
+    are skipped.
+    """
+    known = [(tenant, namespace)] if tenant and namespace else sorted(_rows(store))
+    places = [one for one in known if tenant in ("", one[0]) and namespace in ("", one[1])]
+    names = [
+        name
+        for one in places
+        for name in _names_of_prefix(store, one, tokens, salt=salt, lora=lora)
+    ]
+    copied, nbytes, existing, refused = 0, 0, 0, []
+    for number, name in enumerate(names):
+        if cancelled is not None and cancelled():
+            break
+        if to.exists([name]) == [True]:
+            existing += 1
+        elif (found := _read(store, name)) is not None:  # otherwise it was evicted meanwhile
+            if _is_sound(name, found) and to.put([(name, [found])]) == [True]:
+                copied, nbytes = copied + 1, nbytes + found.nbytes
+            else:
+                refused.append(name)
+        if progress is not None:
+            progress((number + 1) / len(names))
+    return CopiedPrefix(copied, nbytes, existing, refused)
+
+
+def _names_of_prefix(
+    store: ObjectStore, place: tuple[str, str], tokens: Sequence[int], **about: Any
+) -> Iterator[str]:
+    """Yield the names of the marks of a tenant, and of objects of the prefixes of `tokens`."""
+    tenant, namespace = place
+    known = _row_format(store, tenant, namespace)
+    if known is None:
+        return
+    yield from sorted(store.names(f"{ROOT}/{tenant}/marks/"))
+    chain = PrefixChain(known.span, tokens, **about)
+    for stop in dict.fromkeys([*range(known.span, chain.count + 1, known.span), chain.count]):
+        for group in range(len(known.objects)):
+            row = RowName(group, chain.key_at(stop), Cover(0, 0))
+            yield from sorted(store.names(f"{ROOT}/{tenant}/{namespace}/{row.place}/"))
 
 
 def export_objects(store: ObjectStore, path: Path) -> int:

@@ -34,10 +34,11 @@ from kvatlas.tier.request_blocks import Keys, NeededBlock, keys_by_group
 from kvatlas.tier.row_storing import Puts, RowStoring
 from kvatlas.tier.store_calls import Deadline
 from kvatlas.tier.store_hit import StoreHit
+from kvatlas.tier.store_inspection import CopiedPrefix, copy_prefix
 from kvatlas.tier.stored_rows import FoundRows, OtherRows, StoredRows, check_alike
 from kvatlas.tier.stores import ObjectStore
 
-_UNAVAILABLE = (Code.DEADLINE, Code.WIRE_FAILED, Code.UNREADABLE)
+_UNAVAILABLE = (Code.DEADLINE, Code.WIRE_FAILED, Code.UNREADABLE, Code.ROW_UNREADABLE)
 """Error codes of a store that cannot be reached."""
 _STORE_FAILED = {
     Code.DEADLINE: "late",
@@ -45,6 +46,7 @@ _STORE_FAILED = {
     Code.CHECKSUM: "damaged",
     Code.WIRE_FAILED: "failed",
     Code.UNREADABLE: "failed",
+    Code.ROW_UNREADABLE: "failed",
 }
 """Error codes of a store, and the reason under which each is counted as a miss."""
 
@@ -308,6 +310,13 @@ class StoreTier:
         with self.pin(keys, tokens) as hit:
             check_all_there(hit.tokens, stop)
             hit.fetch(pools, plan, rank=rank, blocks=blocks, convert=convert)
+
+    def prefetch(self, prefix: Sequence[int], to: ObjectStore, **options: Any) -> CopiedPrefix:
+        """Copy the rows of a request's first tokens to another store: see `copy_prefix`."""
+        tenant, namespace = self.namespace.prefix.split("/")[1:3]
+        about = {"tenant": tenant, "namespace": namespace, **options}
+        with self._storage.using():
+            return copy_prefix(self._traffic.store, to, prefix, **about)
 
     def drop(self, keys: Keys) -> int:
         """Remove keys from every group and return how many objects were removed."""

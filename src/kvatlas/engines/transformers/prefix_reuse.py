@@ -20,6 +20,7 @@ from kvatlas.engines.transformers.tiered_prefixes import TieredPrefixes, tiered_
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import CacheIdentity
 from kvatlas.pool import PrefixIdentity
+from kvatlas.tier.chained_keys import PrefixChain
 from kvatlas.tier.prefix_finder import AnyTier
 from kvatlas.tier.tier_events import EventListener
 
@@ -87,6 +88,8 @@ class PrefixReuse:
         self._prompt: list[int] | None = None
         """The prompt of the active request; None if there is none."""
         self._reserved = 0
+        self._stored_at: list[int] = []
+        """Positions of the prompt at which the tier stores windows and states."""
         self._identity: PrefixIdentity | None = None
         self.tiered: TieredPrefixes | None = None
         """The prefixes in the tier; None without a tier."""
@@ -101,10 +104,14 @@ class PrefixReuse:
         """
         self._leave()
         hit = self._admit(prompt, identity)
+        self._stored_at = []
         if self.tiered is not None:
-            hit = self._load(self.tiered, hit)
+            hit, self._stored_at = self._load(self.tiered, hit)
         # `generate` needs at least one token to compute, so the last token is left to it.
-        for stop in self.pool.stops(self, len(prompt) - 1):
+        stops = {*self.pool.stops(self, len(prompt) - 1)}
+        if self.tiered is not None and self.tiered.recurrent:
+            stops.update(self._stored_at)
+        for stop in sorted(stops):
             self._compute(stop)
         self._reserve(len(prompt))  # copies stored states before the model updates them
         return hit
@@ -133,6 +140,9 @@ class PrefixReuse:
             raise AtlasError(Code.BAD_TOKENS, problem, got=f"{len(tokens)} tokens", hint=hint)
         self.cache.batch.settle()
         self.pool.computed(self, seen, tokens[len(prompt) :])
+        if self.tiered is not None and not self.tiered.recurrent:
+            for stop in self._stored_at:
+                self._store(tokens, stop)
         self._store(tokens, seen)
         self._leave()
 
@@ -159,16 +169,26 @@ class PrefixReuse:
         self.cache.adopt_from_pool(tokens, self._reserve)
         self._assign()
 
-    def _load(self, tiered: TieredPrefixes, hit: int) -> int:
+    def _load(self, tiered: TieredPrefixes, hit: int) -> tuple[int, list[int]]:
         """Load tokens of the prompt from the tier, if it stores more than the pool's `hit` tokens.
+
+        Return the number of leading prompt tokens that are cached now, and the positions at which
+        to store windows and states in the tier.
+        """
+        prompt, identity = self._prompt or [], self._identity
+        chain = tiered.chain(prompt[:-1], identity)  # the last token is computed anyway
+        found = tiered.search(chain)
+        if chain is not None and found.tokens > hit:
+            hit = self._loaded(tiered, chain, hit, found.tokens)
+        until = 0 if chain is None else chain.count + 1
+        return hit, tiered.positions(until, hit, found.attention)
+
+    def _loaded(self, tiered: TieredPrefixes, chain: PrefixChain, hit: int, found: int) -> int:
+        """Load `found` tokens from the tier, of which the pool has `hit`.
 
         Return the number of leading prompt tokens that are cached now.
         """
         prompt, identity = self._prompt or [], self._identity
-        chain = tiered.chain(prompt[:-1], identity)  # the last token is computed anyway
-        found = tiered.longest(chain)
-        if chain is None or found <= hit:
-            return hit
         try:
             self._reserve(found)
         except AtlasError as refusal:
@@ -201,7 +221,7 @@ class PrefixReuse:
         self.cache.batch.settle()
         self.pool.computed(self, stop)
         self._reserved = stop
-        if self.tiered is not None and self.tiered.ends_here(stop):
+        if self.tiered is not None and self.tiered.recurrent and stop in self._stored_at:
             self._store(prompt, stop)
 
     def _reserve(self, tokens: int) -> None:

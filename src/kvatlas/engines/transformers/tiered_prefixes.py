@@ -6,7 +6,6 @@ and tokens that cannot be stored are skipped.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from kvatlas.cache import Cache
+from kvatlas.engines.transformers.identity_of_model import model_identity
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import CacheIdentity
-from kvatlas.pool import PrefixIdentity
+from kvatlas.pool import Checkpoints, PrefixIdentity
 from kvatlas.tier import PrefixFinder, StoreTier, TierEvents, open_tier
 from kvatlas.tier.chained_keys import PrefixChain
-from kvatlas.tier.prefix_finder import AnyTier
+from kvatlas.tier.prefix_finder import AnyTier, StoredPrefix
+from kvatlas.tier.stored_positions import default_policy, stored_positions
 from kvatlas.tier.tier_events import EventListener
 
 log = logging.getLogger("kvatlas.transformers")
@@ -31,9 +31,7 @@ log = logging.getLogger("kvatlas.transformers")
 Blocks = Mapping[int, Sequence[int]]
 """The block ids of a sequence, by group."""
 
-_SUMMED = 1 << 18
-"""Number of 8-byte words that are added to one sum."""
-_NOT_THE_MODEL = ("transformers_version", "use_cache")
+_NOTHING = StoredPrefix(0, 0)
 
 
 class TieredPrefixes:
@@ -45,9 +43,12 @@ class TieredPrefixes:
         identity: CacheIdentity,
         events: EventListener | None = None,
         *,
+        policy: Checkpoints | None = None,
         own: bool = False,
     ) -> None:
         """Use an open tier. If `own` is true, `close` also closes the tier.
+
+        `policy` selects the positions of a prompt at which windows and states are stored.
 
         `identity` identifies the model's caches in the tier. A `StoreTier` must have been opened
         with the same `identity`; this is not checked. `events` is called with stored and evicted
@@ -56,6 +57,7 @@ class TieredPrefixes:
         about = {"weights": identity.computed_with, "tenant": identity.tenant}
         said = b"" if isinstance(tier, StoreTier) else msgspec.msgpack.encode(about)
         self._finder = PrefixFinder(tier, blake2b(said, digest_size=16).digest() if said else b"")
+        self._policy = policy or default_policy(recurrent=self._finder.recurrent)
         self.tier, self._own = tier, own
         self.events = None if events is None else TierEvents(tier, events)
         """Reports stored prefixes to the listener; None without a listener."""
@@ -76,16 +78,27 @@ class TieredPrefixes:
         longest = self.tier.plan.max_len
         return self._finder.chain(tokens[:longest], salt, about.lora)
 
-    def longest(self, chain: PrefixChain | None) -> int:
+    def search(self, chain: PrefixChain | None) -> StoredPrefix:
         """Return how many of a request's first tokens the tier stores, or 0 if the lookup fails."""
         try:
-            found = self._finder.longest(chain) if chain else 0
+            found = self._finder.search(chain) if chain else _NOTHING
         except AtlasError as refusal:
             log.warning("tier lookup failed: %s", refusal)
             self.counts["failed"] += 1
-            return 0
-        self.counts["absent"] += not found
+            return _NOTHING
+        self.counts["absent"] += not found.tokens
         return found
+
+    def positions(self, prompt: int, hit: int, attention: int) -> list[int]:
+        """Return the positions of a prompt at which to store windows and states.
+
+        The prompt has `prompt` tokens, of which `hit` need not be computed. The tier has the rows
+        of full attention for its first `attention` tokens.
+        """
+        if not self._finder.partial:
+            return []
+        about = {"prompt": prompt, "hit": hit, "attention": attention}
+        return stored_positions(self._policy, step=self._finder.step, **about)
 
     def load(self, chain: PrefixChain, cache: Cache, blocks: Blocks, start: int, stop: int) -> bool:
         """Load tokens start .. stop - 1 into blocks and return whether all were loaded.
@@ -121,6 +134,7 @@ class TieredPrefixes:
             own = {"convert": False} if isinstance(self.tier, StoreTier) else {}
             start = self.tier.match(keys, stop, **own)
             if start < stop:
+                start = self._finder.start_for(start, stop)
                 about: dict[str, Any] = {"blocks": blocks, "tokens": (start, stop), "keys": keys}
                 if isinstance(self.tier, StoreTier):
                     about["wait"] = False  # return as soon as the blocks have been read
@@ -133,12 +147,10 @@ class TieredPrefixes:
             log.warning("storing in the tier failed: %s", refusal)
             self.counts["not_stored"] += 1
 
-    def ends_here(self, tokens: int) -> bool:
-        """Return whether the tier stores a recurrent state after `tokens` tokens.
-
-        It does so at multiples of its block size.
-        """
-        return self._finder.recurrent and tokens % self._finder.unit == 0
+    @property
+    def recurrent(self) -> bool:
+        """Whether the model has recurrent states, which exist only where a call ends."""
+        return self._finder.recurrent
 
     def close(self) -> None:
         """Wait for pending writes to the tier, and close the tier if this object owns it."""
@@ -157,6 +169,7 @@ def tiered_prefixes(
     *,
     identity: CacheIdentity | None = None,
     events: EventListener | None = None,
+    policy: Checkpoints | None = None,
     **options: Any,
 ) -> TieredPrefixes:
     """Return a `TieredPrefixes` for a model, in an open tier or in the tier at an address.
@@ -164,50 +177,14 @@ def tiered_prefixes(
     A tier that is opened by address is shared with other processes. `options` are passed to
     `open_tier`.
     """
-    identity = identity or CacheIdentity(weights=loaded_weights(model))
+    identity = identity or model_identity(model)
     if isinstance(tier, str | Path):
         about = {"max_len": cache.plan.max_len, "shared": True, **options}
         opened = open_tier(tier, cache.plan, identity, **about)
-        return TieredPrefixes(opened, identity, events, own=True)
+        return TieredPrefixes(opened, identity, events, policy=policy, own=True)
     if options:
         problem = "Options are accepted only when the tier is given by its address"
         hint = "Pass the address, or set the options where the tier is opened"
         got = f"an open tier with {', '.join(sorted(options))}"
         raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
-    return TieredPrefixes(tier, identity, events)
-
-
-def loaded_weights(model: Any) -> str:
-    """Return a digest of a model in memory: of its config and all of its tensors.
-
-    >>> layer = torch.nn.Linear(4, 4)
-    >>> one = loaded_weights(layer)
-    >>> _ = torch.nn.init.ones_(layer.bias)
-    >>> one == loaded_weights(layer)
-    False
-    """
-    config = model.config.to_dict() if hasattr(model, "config") else {}
-    said = {
-        key: value
-        for key, value in config.items()
-        if key not in _NOT_THE_MODEL and not key.startswith("_")
-    }
-    digest = blake2b(json.dumps(said, sort_keys=True, default=str).encode(), digest_size=16)
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        digest.update(_summed(tensor.detach()))
-    return digest.hexdigest()
-
-
-def _summed(tensor: torch.Tensor) -> bytes:
-    """Return weighted sums of a tensor's 64-bit words, computed on its device.
-
-    The weights are odd, so that a change of any single word changes a sum.
-    """
-    text = tensor.reshape(-1).contiguous().view(torch.uint8)
-    text = text.clone() if text.storage_offset() % 8 else text
-    words = text[: text.numel() // 8 * 8].view(torch.int64)
-    by = torch.arange(1, 2 * _SUMMED, 2, device=words.device)
-    sums = [(part * by[: len(part)]).sum().view(1) for part in torch.split(words, _SUMMED)]
-    parts = (torch.cat(sums).view(torch.uint8), text[len(words) * 8 :])
-    return b"".join(part.cpu().numpy().tobytes() for part in parts)
+    return TieredPrefixes(tier, identity, events, policy=policy)

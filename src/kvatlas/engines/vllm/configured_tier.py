@@ -10,16 +10,18 @@ import logging
 from collections import ChainMap
 from typing import Any
 
+import msgspec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvatlas.engines.vllm.describe import DescribedStage
 from kvatlas.engines.vllm.engine_tier import IN_MEMORY, find_tier, open_tier
 from kvatlas.engines.vllm.fleet_tier import find_fleet_tier, open_fleet_tier
 from kvatlas.engines.vllm.prefix_tier import PrefixTier
-from kvatlas.engines.vllm.registered_caches import from_all_stages
+from kvatlas.engines.vllm.registered_caches import from_all_stages, untouched_config
 from kvatlas.engines.vllm.settings import ConnectorSettings
 from kvatlas.engines.vllm.tier_conversion import layer_scales, prefix_identity, tier_converting
-from kvatlas.models import Model
+from kvatlas.engines.vllm.weights_identity import engine_identity
+from kvatlas.models import CacheIdentity, Model
 from kvatlas.planning import Plan
 from kvatlas.tier import Converting, StoreTier, TierClient
 from kvatlas.tier.tier_events import MEMORY, STORAGE
@@ -55,7 +57,7 @@ class ConfiguredTier:
         if not self._settings.fleet_tier:
             memory = self._settings.tier_memory
             return open_tier(where, memory, model, own, self._engine_id, convert)
-        tier = open_fleet_tier(self._settings, own, self._identity(), convert)
+        tier = open_fleet_tier(self._settings, own, self._fleet_identity(), convert)
         self.rows = None if tier is None else tier.plan.to_json()
         return tier
 
@@ -88,7 +90,7 @@ class ConfiguredTier:
         if plan is None:
             log.error("tier disabled: the ranks did not all open the store with the same plan")
             return None
-        tier = find_fleet_tier(self._settings, plan, self._identity())
+        tier = find_fleet_tier(self._settings, plan, self._fleet_identity())
         if self._vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
             log.warning(
                 "a request fails if the store evicts its tokens before they are loaded: "
@@ -110,3 +112,11 @@ class ConfiguredTier:
 
     def _identity(self) -> bytes:
         return prefix_identity(self._settings, self._vllm_config)
+
+    def _fleet_identity(self) -> CacheIdentity:
+        """Return the identity in a store, which equals that of other kinds of engines."""
+        untouched = untouched_config(self._vllm_config.model_config)
+        known = msgspec.structs.replace(self._settings, check_identity=True)
+        found = engine_identity(self._vllm_config, known, untouched)
+        assert found is not None  # noqa: S101  # otherwise it raises
+        return found

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -43,6 +44,7 @@ from kvatlas.engines.vllm.registered_caches import (
 )
 from kvatlas.engines.vllm.scheduler_side import SchedulerSide
 from kvatlas.engines.vllm.settings import ConnectorSettings
+from kvatlas.engines.vllm.stored_checkpoints import add_counts
 from kvatlas.engines.vllm.supported_versions import (
     check_backend,
     check_managers,
@@ -82,6 +84,18 @@ class KVAtlasEndpoint(KVConnectorHandshakeMetadata):
     endpoint: str | None
     rows: bytes | None = None
     """The plan of the store's tier as JSON; None if the rank has not opened one."""
+
+
+@dataclass
+class KVAtlasStored(KVConnectorWorkerMetadata):
+    """The checkpoints of running requests that workers have stored, with the number of workers."""
+
+    checkpoints: dict[int, int]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVAtlasStored:
+        """Add what another worker has stored."""
+        theirs = other.checkpoints if isinstance(other, KVAtlasStored) else {}
+        return KVAtlasStored(add_counts(self.checkpoints, theirs))
 
 
 class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
@@ -179,14 +193,19 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         # Data-parallel ranks step together: a rank computes as long as any other rank does.
         together = getattr(self._vllm_config.parallel_config, "data_parallel_size", 1) > 1
         idle = not (scheduler_output.total_num_scheduled_tokens or together)
-        return KVAtlasStep(self._in_scheduler().take_orders(), idle)
+        step = KVAtlasStep(self._in_scheduler().take_orders(), idle)
+        self._in_scheduler().scheduled(scheduler_output)
+        return step
 
     def reset_cache(self) -> bool | None:
         """Invalidate the tier's content after a weight update; return None without a tier."""
         return self._in_scheduler().reset_tier()
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Record which requests all workers have finished receiving or sending."""
+        """Record what workers have received, sent or stored."""
+        stored = connector_output.kv_connector_worker_meta
+        if isinstance(stored, KVAtlasStored):
+            self._in_scheduler().stored(stored.checkpoints)
         self._in_scheduler().received(connector_output.finished_recving)
         self._in_scheduler().sent(connector_output.finished_sending)
 
@@ -263,7 +282,9 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
             return
         orders, self._idle = step.orders, step.idle
         offered = {order.request_id for order in orders.offers}
-        self._ended.hold_twice(offered & {order.request_id for order in orders.stores})
+        self._ended.hold_twice(
+            offered & {one.request_id for one in orders.stores if not one.checkpoint}
+        )
         if self._worker is not None:
             self._worker.carry_out(orders, idle=self._idle)
         if self._tier_worker is not None:
@@ -285,6 +306,11 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         worker, idle = self._worker, self._idle
         ended = self._ended.take() if worker is None else worker.take_ended(idle=idle)
         return KVConnectorTransferResults(ended.sent, ended.received, ended.failed)
+
+    def build_connector_worker_meta(self) -> KVAtlasStored | None:
+        """Return the checkpoints that this worker has stored since the last step; None if none."""
+        stored = self._tier_worker.take_checkpoints() if self._tier_worker else []
+        return KVAtlasStored(dict.fromkeys(stored, 1)) if stored else None
 
     def get_kv_connector_stats(self) -> KVAtlasStats | None:
         """Return counts of transfers since the last step; None if all are zero."""
@@ -337,7 +363,8 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
             return
         settings, served = self._settings, self._vllm_config.model_config
         keeps = keeps_finished(settings, served)
-        self._in_scheduler().use_tier(tier, settings.lookup_seconds, keeps=keeps)
+        about: dict[str, Any] = {"keeps": keeps, "policy": settings.checkpoint_policy}
+        self._in_scheduler().use_tier(tier, settings.lookup_seconds, **about)
 
     def _layers(self) -> set[str]:
         groups = self._kv_cache_config.transfer_groups

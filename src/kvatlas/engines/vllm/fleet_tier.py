@@ -27,7 +27,10 @@ _UNREACHABLE = (Code.WIRE_FAILED, Code.UNREADABLE, Code.DEADLINE)
 
 
 def open_fleet_tier(
-    settings: ConnectorSettings, own: Plan, identity: bytes, convert: Converting | None = None
+    settings: ConnectorSettings,
+    own: Plan,
+    identity: CacheIdentity,
+    convert: Converting | None = None,
 ) -> StoreTier | None:
     """Open the tier in the configured store for one worker; None if it cannot be reached.
 
@@ -50,7 +53,9 @@ def open_fleet_tier(
         return None
 
 
-def find_fleet_tier(settings: ConnectorSettings, rows: bytes, identity: bytes) -> StoreTier | None:
+def find_fleet_tier(
+    settings: ConnectorSettings, rows: bytes, identity: CacheIdentity
+) -> StoreTier | None:
     """Open the tier in the configured store for the scheduler, which only looks up prefixes.
 
     `rows` is the tier's plan as JSON, from the workers. Return None if the store cannot be reached.
@@ -88,5 +93,5 @@ def _check_unreachable(refusal: AtlasError) -> None:
     log.error("tier disabled: %s", refusal)
 
 
-def _whose(settings: ConnectorSettings, identity: bytes) -> CacheIdentity:
-    return CacheIdentity(weights=identity.hex(), tenant=settings.tenant)
+def _whose(settings: ConnectorSettings, identity: CacheIdentity) -> CacheIdentity:
+    return msgspec.structs.replace(identity, tenant=settings.tenant)

@@ -154,16 +154,19 @@ class LoadOrder:
 
 @dataclass(frozen=True)
 class StoreOrder:
-    """An order to store tokens start .. stop - 1 of a finished request in the tier.
+    """An order to store tokens of a request in the tier.
 
-    vLLM frees the request's blocks afterwards.
+    For a finished request, vLLM frees its blocks afterwards. For a running one, the order has the
+    number of a checkpoint, which workers report to the scheduler.
     """
 
     request_id: str
     keys: BlockKeys
     tables: Tables
-    start: int
-    stop: int
+    spans: tuple[tuple[int, int], ...]
+    """Ranges (start, stop) of tokens. Windows and recurrent states are stored at each stop."""
+    checkpoint: int | None = None
+    """The number of the checkpoint; None for a finished request."""
 
 
 @dataclass

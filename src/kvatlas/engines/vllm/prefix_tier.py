@@ -41,17 +41,20 @@ _NEWS = 1 << 16
 
 @dataclass
 class FoundPrefix:
-    """A prefix found in a tier, pinned until `let_go`."""
+    """The result of a lookup in a tier. The prefix is pinned until `let_go`."""
 
-    hit: Hit | StoreHit
+    hit: Hit | StoreHit | None
+    """The prefix; None if the tier has none from which all layers can continue."""
     keys: BlockKeys
     """The keys of the prefix's blocks."""
+    attention: int
+    """Number of leading tokens for which the tier has the rows of full attention."""
     _pinned: ExitStack
 
     @property
     def tokens(self) -> int:
         """The number of tokens in the prefix."""
-        return self.hit.tokens
+        return 0 if self.hit is None else self.hit.tokens
 
     @property
     def pin(self) -> bytes:
@@ -90,6 +93,8 @@ class PrefixTier:
         self.has_windows = any(group.visibility != Visibility() for group in tier.plan.groups)
         """Whether the tier stores only the windows of some layers."""
         self.longest = min(max_len, tier.plan.max_len)
+        self.step = self._finder.step
+        """Tokens in which every group of the tier has a whole number of blocks."""
         self._asking = ThreadPoolExecutor(_ASKING, thread_name_prefix="kvatlas-ask")
         self._hurried_until = 0.0
         self._medium = events_from
@@ -103,7 +108,7 @@ class PrefixTier:
         said = (salt or "").encode("utf-8", "surrogatepass")
         return self._finder.chain(tokens[: self.longest], said)
 
-    def find(self, chain: PrefixChain) -> Future[FoundPrefix | None]:
+    def find(self, chain: PrefixChain) -> Future[FoundPrefix]:
         """Look up and pin the longest stored prefix of a request, in the background."""
         asked = self._asking.submit(self._pin, self._finder, chain)
         self._is_soon(asked)
@@ -124,6 +129,10 @@ class PrefixTier:
         result is at most the number of tokens in the longest request that engine and tier support.
         """
         return self._finder.whole_blocks(min(tokens, self.longest))
+
+    def start_for(self, stored: int, stop: int) -> int:
+        """Return the first token to store, if the tier has a prefix of `stored` tokens."""
+        return self._finder.start_for(stored, stop)
 
     def let_go(self, found: FoundPrefix) -> None:
         """Unpin a prefix in the background."""
@@ -189,12 +198,13 @@ class PrefixTier:
             self._hurried_until = time.monotonic() + _HURRIED
             return False
 
-    def _pin(self, finder: PrefixFinder, chain: PrefixChain) -> FoundPrefix | None:
-        tokens = finder.longest(chain)
-        if not tokens:
-            return None
-        keys = chain.keys(tokens)
+    def _pin(self, finder: PrefixFinder, chain: PrefixChain) -> FoundPrefix:
+        found = finder.search(chain)
+        keys = chain.keys(found.tokens)
         with ExitStack() as pinned:
-            pin: AbstractContextManager[Hit | StoreHit] = self._tier.pin(keys, tokens)
-            hit = pinned.enter_context(pin)
-            return FoundPrefix(hit, keys, pinned.pop_all()) if hit.tokens else None
+            hit: Hit | StoreHit | None = None
+            if found.tokens:
+                pin: AbstractContextManager[Hit | StoreHit]
+                pin = self._tier.pin(keys, found.tokens)
+                hit = pinned.enter_context(pin)
+            return FoundPrefix(hit, keys, found.attention, pinned.pop_all())

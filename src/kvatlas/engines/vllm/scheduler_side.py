@@ -8,6 +8,7 @@ recurrent layers, the prefill engine therefore omits the last token.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from kvatlas.engines.vllm.made_offers import MadeOffers
@@ -21,10 +22,11 @@ from kvatlas.engines.vllm.orders import (
 )
 from kvatlas.engines.vllm.prefix_tier import PrefixTier
 from kvatlas.engines.vllm.remote_prefills import RemotePrefills
+from kvatlas.engines.vllm.stored_checkpoints import StoredCheckpoints
 from kvatlas.engines.vllm.tier_scheduler import LOOKUP_TIMEOUT, TierScheduler
 from kvatlas.engines.vllm.transfer_groups import TransferGroups
 from kvatlas.errors import AtlasError
-from kvatlas.pool import BlockEvent
+from kvatlas.pool import BlockEvent, Checkpoints
 
 log = logging.getLogger("kvatlas.vllm")
 
@@ -62,7 +64,9 @@ class SchedulerSide:
         self._left_out = max(ahead, int(self._groups.partial))
         self._ahead = ahead
         self._guesses = getattr(vllm_config, "speculative_config", None) is not None
+        self._workers = getattr(vllm_config.parallel_config, "world_size", 1)
         self._tier: TierScheduler | None = None
+        self._checkpoints: StoredCheckpoints | None = None
         if tier is not None:
             self.use_tier(tier)
         self._pulling: set[str] = set()
@@ -78,16 +82,24 @@ class SchedulerSide:
         self._offers.endpoints = tuple(endpoints[key] for key in sorted(endpoints))
 
     def use_tier(
-        self, tier: PrefixTier, timeout: float = LOOKUP_TIMEOUT, *, keeps: bool = True
+        self,
+        tier: PrefixTier,
+        timeout: float = LOOKUP_TIMEOUT,
+        *,
+        keeps: bool = True,
+        policy: Checkpoints | None = None,
     ) -> None:
-        """Look up requests in a tier, and store finished requests in it if `keeps` is true.
+        """Look up requests in a tier, and store requests in it if `keeps` is true.
 
-        A request waits for its lookup for at most `timeout` seconds.
+        A request waits for its lookup for at most `timeout` seconds. `policy` selects the positions
+        of a prompt at which windows and recurrent states are stored.
         """
         ahead, guesses = self._ahead, self._guesses
         made = TierScheduler(tier, ahead=ahead, guesses=guesses, timeout=timeout)
         made.keeps &= keeps
         self._tier = made
+        stored = StoredCheckpoints(tier, self._groups, workers=self._workers, policy=policy)
+        self._checkpoints = stored if stored.usable and made.keeps else None
 
     def bind_manager(self, kv_cache_manager: Any) -> None:
         """Bind vLLM's block managers, which count the cached blocks of each request."""
@@ -120,6 +132,8 @@ class SchedulerSide:
         remote = self._remote.waiting(request.request_id)
         if remote is None:
             kept = self._tier.matched(request, computed) if self._tier else 0
+            if kept is not None:
+                self._begin_checkpoints(request, computed + kept)
             return kept, bool(kept)
         if computed >= request.num_prompt_tokens - 1:  # the last token is always computed locally
             return 0, False
@@ -165,6 +179,8 @@ class SchedulerSide:
             held |= offered
         if self._tier:
             self._tier.forget(name)
+        if self._checkpoints:
+            self._checkpoints.forget(name)
         self._windows_alone.discard(name)
         return held, params
 
@@ -188,14 +204,27 @@ class SchedulerSide:
         """
         if self._tier is None or not any(block_ids):
             return False
-        alone = request.request_id in self._windows_alone
-        kept = self._tier.worth_keeping(request, windows_alone=alone)
-        if kept is None:
+        name = request.request_id
+        kept = self._tier.worth_keeping(request, windows_alone=name in self._windows_alone)
+        if kept is not None:
+            keys, start, stop = kept
+            tables = self._groups.tables(block_ids, stop)
+            self._orders.stores.append(StoreOrder(name, keys, tables, ((start, stop),)))
+        elif self._checkpoints and self._checkpoints.holds(name):
+            # vLLM steps until the request is stored, so its checkpoints are reported too.
+            self._orders.stores.append(StoreOrder(name, {}, (), ()))
+        else:
             return False
-        keys, start, stop = kept
-        tables = self._groups.tables(block_ids, stop)
-        self._orders.stores.append(StoreOrder(request.request_id, keys, tables, start, stop))
         return True
+
+    def _begin_checkpoints(self, request: Any, computed: int) -> None:
+        """Store checkpoints of a request that is about to run, if the tier looked it up."""
+        if self._checkpoints is None or self._tier is None:
+            return
+        chain = self._tier.running(request.request_id)
+        if chain is not None:
+            attention = self._tier.attention(request.request_id)
+            self._checkpoints.begin(request, chain, computed, attention)
 
     def _load(self, request_id: str, blocks: Any, external: int) -> None:
         """Order the workers to load the last `external` tokens of a prefix found in the tier."""
@@ -221,6 +250,8 @@ class SchedulerSide:
         if self._tier is None:
             return None
         self._tier.reset()
+        if self._checkpoints:
+            self._checkpoints.forget_all()
         return True
 
     # -- steps ----------------------------------------------------------------------------
@@ -229,6 +260,16 @@ class SchedulerSide:
         """Return the orders for the workers in this step, and start a new list."""
         orders, self._orders = self._orders, StepOrders()
         return orders
+
+    def scheduled(self, scheduler_output: Any) -> None:
+        """Order the workers to store, with the next step, checkpoints that this step computes."""
+        if self._checkpoints:
+            self._orders.stores += self._checkpoints.scheduled(scheduler_output)
+
+    def stored(self, checkpoints: Mapping[int, int]) -> None:
+        """Record how many workers have stored checkpoints of running requests."""
+        if self._checkpoints:
+            self._checkpoints.stored(checkpoints)
 
     def sent(self, requests: Any) -> None:
         """Record that peers have read these requests or the tier has stored them.

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning.request import quantity
+from kvatlas.pool import Checkpoints, checkpoint_policy
 from kvatlas.routing.conversion import parse_conversion
 from kvatlas.tier.opening import is_store
 from kvatlas.wire import TRANSPORT_NAMES, How
@@ -96,6 +97,10 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Size of a new tier in memory or in a file; ignored for an existing file and a store."""
     tier_options: StoreOptions = StoreOptions()
     """Options of a store, such as `{"stages": 2}` for two pipeline stages."""
+    tier_checkpoints: str | None = None
+    """Positions of a prompt at which windows and states are stored, by the names of
+    `kvatlas.pool.checkpoints`. Default: `vllm-default+every-128` with windows, `vllm-default` with
+    recurrent states."""
     tenant: str = ""
     """The tenant in a store; tenants cannot find each other's prefixes."""
     convert: str | None = None
@@ -147,6 +152,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def _check_tier(self) -> None:
         """Raise if the tier's address is invalid or does not support the given options."""
         self._check_conversion()
+        _ = self.checkpoint_policy
         if self.tier is None:
             return
         of_one_process = self.tier.startswith("host:")
@@ -176,6 +182,11 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if len(parse_conversion(self.convert)) > 1:
             hint = 'Set one pair of formats, such as "bf16->fp8"'
             raise _bad(f"convert {self.convert!r}", hint)
+
+    @property
+    def checkpoint_policy(self) -> Checkpoints | None:
+        """The policy of `tier_checkpoints`; None for the default."""
+        return None if self.tier_checkpoints is None else checkpoint_policy(self.tier_checkpoints)
 
     @property
     def fleet_tier(self) -> bool:

@@ -16,6 +16,7 @@ METHODS = (
     "bind_connector_metadata",
     "bind_kv_cache_manager",
     "build_connector_meta",
+    "build_connector_worker_meta",
     "get_handshake_metadata",
     "get_kv_connector_stats",
     "get_loaded_kv_cache_group_ids",
@@ -80,13 +81,15 @@ imports. Got cannot import name 'SupportsHMA' from 'vllm.base'. Use vLLM 0.32. [
 
 
 def check_managers(kv_cache_manager: Any) -> None:
-    """Raise if vLLM's cache manager does not count the cached blocks of each request."""
+    """Raise if vLLM's cache manager does not list the blocks of each request, or count them."""
     managers = getattr(getattr(kv_cache_manager, "coordinator", None), "single_type_managers", ())
-    if not managers or not all(hasattr(one, "num_cached_block") for one in managers):
+    needed = ("num_cached_block", "req_to_blocks", "block_pool")
+    lacking = [name for name in needed if not all(hasattr(one, name) for one in managers)]
+    if not managers or lacking:
         raise AtlasError(
             Code.ENGINE_REFUSES,
-            "vLLM's cache manager does not count the cached blocks of each request",
-            got="single_type_managers without num_cached_block",
+            "vLLM's cache manager does not list and count the blocks of each request",
+            got=f"single_type_managers without {(lacking or needed)[0]}",
             hint=f"Use vLLM {'.'.join(map(str, KNOWN))}",
         )
 

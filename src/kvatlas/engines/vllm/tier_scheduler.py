@@ -33,7 +33,7 @@ class TierScheduler:
         """Number of last tokens of a request whose drafter cache is speculative."""
         # Speculative tokens advance a recurrent state past the position that would be stored.
         self.keeps = not (tier.partial and (self._ahead or (guesses and tier.recurrent)))
-        self._found: dict[str, Future[FoundPrefix | None] | None] = {}
+        self._found: dict[str, Future[FoundPrefix] | None] = {}
         """Lookups of waiting requests; None if skipped, timed out or already used."""
         self._loading: dict[str, FoundPrefix] = {}
         """Prefixes that workers are loading, pinned until all workers have finished."""
@@ -41,6 +41,8 @@ class TierScheduler:
         """Prefixes that workers are storing, until all workers have finished."""
         self._wait_until: dict[str, float] = {}
         """Deadlines of lookups; afterwards the request is computed."""
+        self._chains: dict[str, PrefixChain] = {}
+        """The keys of requests that were looked up."""
         self._asked_from = 0.0
         self._outdated: set[str] = set()
         """Requests that started before the last weight update."""
@@ -76,11 +78,23 @@ class TierScheduler:
         self._found[request_id] = None
         if looked_up is not None and wanted and looked_up.done():
             found = _result(looked_up)
-            if found is not None:
+            if found is not None and found.tokens:
                 self._loading[request_id] = found
-            return found
+                return found
         self._let_go(looked_up)
         return None
+
+    def running(self, request_id: str) -> PrefixChain | None:
+        """Return the keys of a running request's prompt; None if it should not be stored."""
+        if not self.keeps or request_id in self._outdated:
+            return None
+        return self._chains.get(request_id)
+
+    def attention(self, request_id: str) -> int:
+        """Return how many leading tokens of a waiting request full attention has in the tier."""
+        looked_up = self._found.get(request_id)
+        found = _result(looked_up) if looked_up is not None and looked_up.done() else None
+        return 0 if found is None else found.attention
 
     def begun(self, request_id: str) -> None:
         """Register a request whose prompt another engine computed.
@@ -108,6 +122,7 @@ class TierScheduler:
         """Forget a finished request, and unpin the prefix that its lookup found or will find."""
         self._outdated.discard(request_id)
         self._wait_until.pop(request_id, None)
+        self._chains.pop(request_id, None)
         self._let_go(self._found.pop(request_id, None))
 
     def reset(self) -> None:
@@ -118,6 +133,7 @@ class TierScheduler:
             self._let_go(looked_up)
         self._found.clear()
         self._wait_until.clear()
+        self._chains.clear()
         self._storing.clear()
 
     def close(self) -> None:
@@ -160,24 +176,24 @@ class TierScheduler:
             return None
         if self._tier.tells:
             self._storing[request.request_id] = chain, tokens
-        return chain.keys(tokens), start, tokens
+        return chain.keys(tokens), self._tier.start_for(start, tokens), tokens
 
-    def _find(self, request: Any) -> Future[FoundPrefix | None] | None:
+    def _find(self, request: Any) -> Future[FoundPrefix] | None:
         if not _made_of_tokens(request) or getattr(request, "skip_reading_prefix_cache", False):
             return None
         last = request.num_tokens - max(1, self._ahead)  # the last token is always computed
         try:
-            return self._tier.find(
-                self._tier.chain(request.all_token_ids[:last], request.cache_salt)
-            )
+            chain = self._tier.chain(request.all_token_ids[:last], request.cache_salt)
+            self._chains[request.request_id] = chain
+            return self._tier.find(chain)
         except (AtlasError, RuntimeError) as refusal:  # the tier is closed, or its file is damaged
             log.warning("lookup in the tier failed request=%r: %s", request.request_id, refusal)
             return None
 
-    def _let_go(self, looked_up: Future[FoundPrefix | None] | None) -> None:
+    def _let_go(self, looked_up: Future[FoundPrefix] | None) -> None:
         """Unpin the result of a lookup, now or when it completes."""
 
-        def unpin(done: Future[FoundPrefix | None]) -> None:
+        def unpin(done: Future[FoundPrefix]) -> None:
             found = _result(done)
             if found is not None:
                 self._tier.let_go(found)
@@ -197,7 +213,7 @@ def _made_of_tokens(request: Any) -> bool:
     )
 
 
-def _result(looked_up: Future[FoundPrefix | None]) -> FoundPrefix | None:
+def _result(looked_up: Future[FoundPrefix]) -> FoundPrefix | None:
     """Return the result of a finished lookup; None if it failed."""
     if looked_up.cancelled():
         return None

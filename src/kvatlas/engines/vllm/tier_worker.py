@@ -13,6 +13,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 from kvatlas.copying.cuda_driver import load_driver
@@ -75,6 +76,8 @@ class TierWorker:
         self._loading = ThreadPoolExecutor(_LOADING, thread_name_prefix="kvatlas-load")
         self._storing = ThreadPoolExecutor(1, thread_name_prefix="kvatlas-store")
         self._store_from = 0.0
+        self._checkpoints: SimpleQueue[int] = SimpleQueue()
+        """Checkpoints of running requests whose stores have ended."""
         self._counts = TierCounts()
         self._counts_lock = threading.Lock()
 
@@ -93,6 +96,10 @@ class TierWorker:
         with self._counts_lock:
             counts, self._counts = self._counts, TierCounts()
         return counts
+
+    def take_checkpoints(self) -> list[int]:
+        """Return the checkpoints whose stores have ended since the last call."""
+        return [self._checkpoints.get() for _ in range(self._checkpoints.qsize())]
 
     def close(self) -> None:
         """Finish pending loads and stores, and close the tier."""
@@ -161,15 +168,12 @@ class TierWorker:
             if begun < self._store_from:
                 return
             self._wait_for_engine(mark)
-            result = self._usable().store(
-                self._pools,
-                self._plan,
-                rank=self._rank,
-                blocks=dict(enumerate(order.tables)),
-                tokens=(order.start, order.stop),
-                keys=order.keys,
-            )
-            failed = bool(result.no_room)
+            about: dict[str, Any] = {"rank": self._rank, "keys": order.keys}
+            about["blocks"] = dict(enumerate(order.tables))
+            tier, no_room = self._usable(), 0
+            for span in order.spans:
+                no_room += tier.store(self._pools, self._plan, tokens=span, **about).no_room
+            failed = bool(no_room)
             if failed:
                 log.info("not stored: the tier has no space request=%r", order.request_id)
         except AtlasError as refusal:
@@ -182,8 +186,12 @@ class TierWorker:
             now = time.monotonic()
             if failed and now - begun > _SLOW:
                 self._store_from = now + _PAUSE
-            self._count(tier_stores=not failed, tier_failures=failed)
-            self._ended.sent(order.request_id)
+            if order.spans:
+                self._count(tier_stores=not failed, tier_failures=failed)
+            if order.checkpoint is None:
+                self._ended.sent(order.request_id)
+            else:
+                self._checkpoints.put(order.checkpoint)
 
     def _wait_for_engine(self, mark: int | None) -> None:
         """Wait until the GPU has run the kernels launched before a step's `mark`."""

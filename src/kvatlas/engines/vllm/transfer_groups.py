@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import lcm
 from typing import Any
 
 from kvatlas.engines.vllm.layer_specs import seen_by_group
@@ -42,6 +43,11 @@ class TransferGroup:
         if self.recurrent and not self.by_position:
             entries = 1
         return tuple(-1 if block == _NULL_BLOCK else block for block in ids[:entries])
+
+    def entries(self, start: int, stop: int) -> slice:
+        """Return the table entries that hold tokens start .. stop - 1, or the state after them."""
+        first = stop - 1 if self.recurrent else start
+        return slice(first // self.block, ceil_div(stop, self.block))
 
     def incomplete_blocks(self, start: int, stop: int, *, windows_alone: bool = False) -> int:
         """Return how many leading blocks are incomplete after tokens start .. stop - 1 were read.
@@ -85,6 +91,39 @@ class TransferGroups:
         `block_ids` are the ids of all blocks of the request, by group, as vLLM lists them.
         """
         return tuple(group.table(block_ids[group.index], tokens) for group in self._groups)
+
+    @property
+    def state_block(self) -> int | None:
+        """The tokens after which states are kept: 1 without recurrent groups.
+
+        The result is None if vLLM overwrites states as it computes tokens.
+        """
+        states = [group for group in self._groups if group.recurrent]
+        return lcm(*(one.block for one in states)) if all(s.by_position for s in states) else None
+
+    def hold(self, request_id: str, start: int, stop: int) -> tuple[Tables, list[Any]]:
+        """Keep the blocks of a running request's tokens until `release`.
+
+        Return the tables of its first `stop` tokens, and the blocks that hold tokens start ..
+        stop - 1.
+        """
+        blocks = [self._managers[group.index].req_to_blocks[request_id] for group in self._groups]
+        held = [
+            block
+            for group, own in zip(self._groups, blocks, strict=True)
+            for block in own[group.entries(start, stop)]
+            if not block.is_null
+        ]
+        self._managers[0].block_pool.touch(held)
+        tables = (
+            group.table([block.block_id for block in own], stop)
+            for group, own in zip(self._groups, blocks, strict=True)
+        )
+        return tuple(tables), held
+
+    def release(self, blocks: list[Any]) -> None:
+        """Release blocks that `hold` has kept, the last first, so that vLLM may reuse them."""
+        self._managers[0].block_pool.free_blocks(reversed(blocks))
 
     def windows(self, *, windows_alone: bool) -> tuple[int, ...]:
         """Return the sizes, in tokens, of windows and chunks before which the engine has no tokens.

@@ -3,6 +3,7 @@
 from kvatlas.errors import AtlasError, Code
 from kvatlas.pool.checkpoints.base import Checkpoints, Positions, Prompt
 from kvatlas.pool.checkpoints.branch_points import BranchPoints
+from kvatlas.pool.checkpoints.combined import Combined
 from kvatlas.pool.checkpoints.every_block import EveryBlock
 from kvatlas.pool.checkpoints.every_tokens import EveryTokens
 from kvatlas.pool.checkpoints.prompt_end import PromptEnd
@@ -15,8 +16,8 @@ CHECKPOINTS = ("every-block", "prompt-end", "branch-points", "vllm-default", "ev
 def checkpoint_policy(name: str) -> Checkpoints:
     """Return the policy of this name.
 
-    The suffix `-within-25` limits checkpoints to 25% of the memory.
-
+    The suffix `-within-25` limits checkpoints to 25% of the memory. A plus sign joins policies:
+    `vllm-default+every-128` keeps the checkpoints of both.
 
     >>> checkpoint_policy("every-4096"), checkpoint_policy("prompt-end-within-25").share
     (EveryTokens(share=None, tokens=4096), 0.25)
@@ -31,6 +32,8 @@ def checkpoint_policy(name: str) -> Checkpoints:
     words, number = text.rpartition("-")[::2]
     bad = bool(limit) and not limit.isdecimal()
     share = int(limit) / 100 if limit and not bad else None
+    if "+" in text and not bad:
+        return Combined(parts=tuple(map(checkpoint_policy, text.split("+"))), share=share)
     if text in kinds and not bad:
         return kinds[text](share=share)
     if words == "every" and number.isdecimal() and not bad:
@@ -44,6 +47,7 @@ __all__ = [
     "CHECKPOINTS",
     "BranchPoints",
     "Checkpoints",
+    "Combined",
     "EveryBlock",
     "EveryTokens",
     "Positions",

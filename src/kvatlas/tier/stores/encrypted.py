@@ -1,0 +1,192 @@
+"""`EncryptedStore`: objects that are encrypted with AES-256-GCM before they reach a store.
+
+    nonce, 12 random bytes | ciphertext, as long as the object | tag, 16 bytes
+
+The object's name is authenticated as associated data, so that no object can take the place of
+another. Each tenant has a key. Without the key, the objects of a tenant cannot be read: deleting
+the key deletes them. Names, sizes and times stay visible.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+from kvatlas.copying.run_bounds import Bytes
+from kvatlas.errors import AtlasError, Code
+from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom, joined_size
+
+_KEY, _NONCE, _TAG = 32, 12, 16
+OVERHEAD = _NONCE + _TAG
+"""Bytes that encryption adds to an object."""
+
+
+class KeyFolder:
+    """A folder with the key of each tenant: 32 bytes in `DIGEST.key`.
+
+    DIGEST is the tenant's digest, as object names and `kvatlas tier ls` contain it. Keys are read
+    for each call of the store, so that a deleted key takes effect at once.
+
+    >>> from tempfile import mkdtemp
+    >>> keys = KeyFolder(mkdtemp())
+    >>> path = keys.create("acme")
+    >>> len(keys.key(path.stem)), keys.has("0" * 32)
+    (32, False)
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def create(self, tenant: str) -> Path:
+        """Write a random key for a tenant, given by its name, and return the path of the file."""
+        digest = blake2b(tenant.encode(), digest_size=16).hexdigest()
+        path = self.path / f"{digest}.key"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with open(path, "xb", opener=lambda name, how: os.open(name, how, 0o600)) as file:
+                file.write(os.urandom(_KEY))
+        except OSError as fault:
+            problem, hint = "The key cannot be written", "Keep an existing key: rows depend on it"
+            raise AtlasError(Code.UNWRITABLE, problem, got=str(fault), hint=hint) from None
+        return path
+
+    def has(self, digest: str) -> bool:
+        """Return whether a tenant, given by its digest, has a key."""
+        return (self.path / f"{digest}.key").is_file()
+
+    def key(self, digest: str) -> bytes:
+        """Return the key of a tenant, given by its digest. Raises an error if there is none."""
+        path = self.path / f"{digest}.key"
+        try:
+            found = path.read_bytes()
+        except OSError as fault:
+            raise _unreadable(
+                f"{path}: {fault.strerror}", "Restore the key of the tenant"
+            ) from None
+        if len(found) != _KEY:
+            hint = f"Use a key of {_KEY} bytes, such as KeyFolder.create makes"
+            raise _unreadable(f"{path} of {len(found)} bytes", hint)
+        return found
+
+
+class EncryptedStore(ObjectStore):
+    """A store whose objects are encrypted with the key of their tenant.
+
+    Objects of a tenant without a key count as absent in lookups. Reading or writing them raises an
+    error, as does reading an object that was encrypted with another key or changed afterwards.
+    """
+
+    def __init__(self, store: ObjectStore, keys: KeyFolder) -> None:
+        """Encrypt the objects of `store`, which this object owns and closes."""
+        try:
+            from cryptography.exceptions import InvalidTag
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        except ImportError:
+            problem, hint = "Encryption requires cryptography", "pip install 'kvatlas[wire]'"
+            got = "no module cryptography"
+            raise AtlasError(Code.MISSING_EXTRA, problem, got=got, hint=hint) from None
+        self.store, self.keys = store, keys
+        self._cipher, self._invalid = AESGCM, InvalidTag
+
+    def put(self, objects: Sequence[tuple[str, Parts]]) -> list[bool]:
+        """Encrypt and store objects that do not exist yet. Return whether each exists now."""
+        return self.store.put([(name, [self._encrypted(name, parts)]) for name, parts in objects])
+
+    def get(self, objects: Sequence[tuple[str, Parts]]) -> list[int]:
+        """Read and decrypt whole objects. Return the size of each in bytes, or `ABSENT`."""
+        into = [np.empty(joined_size(parts) + OVERHEAD, np.uint8) for _, parts in objects]
+        asked = [(name, [raw]) for (name, _), raw in zip(objects, into, strict=True)]
+        sizes = []
+        for (name, parts), raw, size in zip(objects, into, self.store.get(asked), strict=True):
+            if size == raw.nbytes:
+                _scatter(self._decrypted(name, raw), parts)
+            sizes.append(size if size == ABSENT else max(size - OVERHEAD, 0))
+        return sizes
+
+    def ranges(self, name: str, wanted: Sequence[tuple[int, Bytes]]) -> int:
+        """Read parts of an object. The whole object is read, because its tag covers all of it."""
+        size = self.store.size(name)
+        if size == ABSENT:
+            return ABSENT
+        raw = np.empty(max(size, OVERHEAD), np.uint8)
+        if self.store.get([(name, [raw])]) != [raw.nbytes]:
+            return ABSENT
+        plain = self._decrypted(name, raw)
+        for offset, memory in wanted:
+            part = plain[offset : offset + memory.nbytes]
+            memory[: part.nbytes] = part
+        return sum(max(0, min(m.nbytes, plain.nbytes - offset)) for offset, m in wanted)
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        """Return for each name whether the object exists and its tenant has a key."""
+        readable = {digest: self.keys.has(digest) for digest in {_tenant(name) for name in names}}
+        found = self.store.exists(names)
+        return [one and readable[_tenant(name)] for name, one in zip(names, found, strict=True)]
+
+    def remove(self, names: Sequence[str]) -> int:
+        """Remove objects and return how many existed. This needs no key."""
+        return self.store.remove(names)
+
+    def remove_all(self, prefix: str) -> int:
+        """Remove every object whose name starts with a prefix. This needs no key."""
+        return self.store.remove_all(prefix)
+
+    def names(self, prefix: str = "") -> Iterator[str]:
+        """Yield the names that start with a prefix. They are not encrypted."""
+        return self.store.names(prefix)
+
+    def size(self, name: str) -> int:
+        """Return the size of an object before encryption, or `ABSENT`."""
+        size = self.store.size(name)
+        return size if size == ABSENT else max(size - OVERHEAD, 0)
+
+    def sweep(self) -> int:
+        """Remove unfinished objects of dead writers and return how many bytes they had."""
+        return self.store.sweep()
+
+    def capacity(self) -> StoreRoom:
+        """Return the used and total bytes and the number of objects of the store."""
+        return self.store.capacity()
+
+    def register(self, memory: Bytes) -> None:
+        """Do nothing: the store reads and writes only encrypted copies."""
+
+    def close(self) -> None:
+        """Close the store."""
+        self.store.close()
+
+    def _encrypted(self, name: str, parts: Parts) -> Bytes:
+        nonce, plain = os.urandom(_NONCE), b"".join(part.tobytes() for part in parts)
+        sealed = self._cipher(self.keys.key(_tenant(name))).encrypt(nonce, plain, name.encode())
+        return np.frombuffer(nonce + sealed, np.uint8)
+
+    def _decrypted(self, name: str, raw: Bytes) -> Bytes:
+        cipher = self._cipher(self.keys.key(_tenant(name)))
+        sealed = raw[_NONCE:].tobytes()
+        try:
+            plain = cipher.decrypt(raw[:_NONCE].tobytes(), sealed, name.encode())
+        except self._invalid:
+            hint = "Restore the tenant's key, or remove its rows with `kvatlas tier gc --tenant`"
+            raise _unreadable(f"{name}: another key, or changed bytes", hint) from None
+        return np.frombuffer(plain, np.uint8)
+
+
+def _tenant(name: str) -> str:
+    """Return the tenant's digest in the name of an object; empty if it has none."""
+    words = name.split("/", 2)
+    return words[1] if len(words) > 2 else ""
+
+
+def _scatter(plain: Bytes, parts: Parts) -> None:
+    at = 0
+    for part in parts:
+        part[:] = plain[at : at + part.nbytes]
+        at += part.nbytes
+
+
+def _unreadable(got: str, hint: str) -> AtlasError:
+    return AtlasError(Code.ROW_UNREADABLE, "An encrypted row cannot be read", got=got, hint=hint)
