@@ -28,6 +28,7 @@ IN_MEMORY = "memory"
 BLOCK = 64
 """Default number of tokens per row, if the model's layers support it."""
 _SIZES = ("segment", "buffer", "capacity", "quota")
+_NUMBERS = ("replicas",)
 _OF_BACKENDS = ("planes", "tiled_planes", "transposed")
 """Packings that depend on the attention backend and not on the dtype."""
 _SCHEMES = ("mooncake", "folder", "host")
@@ -196,6 +197,11 @@ def open_store(where: str, *, create: bool = True, **instead: Any) -> ObjectStor
         raise _unknown_kind(where)
     address = urlsplit(where)
     about = _about(address) | instead
+    if "replicas" in about and address.scheme != "mooncake":
+        problem = "This store does not support replicas="
+        hint = "Use mooncake://, or configure replication in the store itself"
+        got = f"replicas={about['replicas']} for {where!r}"
+        raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
     try:
         match address.scheme:
             case "mooncake":
@@ -240,5 +246,6 @@ def _about(address: SplitResult) -> dict[str, Any]:
     """Return the query options of an address, with sizes converted to bytes."""
     said = dict(parse_qsl(address.query))
     return {
-        name: quantity(value, name) if name in _SIZES else value for name, value in said.items()
-    }
+        name: quantity(value, name) if name in _SIZES else value
+        for name, value in said.items()
+    } | {name: int(said[name]) for name in _NUMBERS if said.get(name, "").isdigit()}

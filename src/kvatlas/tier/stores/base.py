@@ -49,6 +49,10 @@ class ObjectStore(ABC):
     calls_at_once: ClassVar[int] = 4
     """Number of calls that are worth running in parallel. More would wait for each other."""
 
+    removes_by_prefix: ClassVar[bool] = True
+    """Whether `remove_all` takes time proportional to what it removes. If not, the tier lists the
+    possible names of a row and calls `remove`."""
+
     @abstractmethod
     def put(self, objects: Sequence[tuple[str, Parts]]) -> list[bool]:
         """Store objects that do not exist yet. Return, for each, whether it exists now."""
