@@ -21,11 +21,19 @@ from kvatlas.tier.store_inspection import (
 )
 from kvatlas.tier.store_tier import StoreTier
 from kvatlas.tier.stored_rows import OtherRows
-from kvatlas.tier.stores import FolderStore, HostStore, MooncakeStore, ObjectStore
+from kvatlas.tier.stores import (
+    BucketStore,
+    FolderStore,
+    HostStore,
+    MooncakeStore,
+    ObjectStore,
+    RedisStore,
+)
 from kvatlas.tier.tier import Tier
 from kvatlas.tier.tier_events import TierEvents
 
 __all__ = [
+    "BucketStore",
     "Converting",
     "FolderStore",
     "HostStore",
@@ -33,6 +41,7 @@ __all__ = [
     "ObjectStore",
     "OtherRows",
     "PrefixFinder",
+    "RedisStore",
     "StoreResult",
     "StoreTier",
     "Tier",

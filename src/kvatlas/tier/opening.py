@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, urlsplit
@@ -21,17 +22,26 @@ from kvatlas.tier.served.client import TierClient
 from kvatlas.tier.served.sharing import share_file
 from kvatlas.tier.store_tier import StoreTier
 from kvatlas.tier.stored_rows import OtherRows
-from kvatlas.tier.stores import FolderStore, HostStore, MooncakeStore, ObjectStore
+from kvatlas.tier.stores import (
+    BucketStore,
+    FolderStore,
+    HostStore,
+    MooncakeStore,
+    ObjectStore,
+    RedisStore,
+    objects,
+    redis,
+)
 from kvatlas.tier.tier import Tier
 
 IN_MEMORY = "memory"
 BLOCK = 64
 """Default number of tokens per row, if the model's layers support it."""
 _SIZES = ("segment", "buffer", "capacity", "quota")
-_NUMBERS = ("replicas",)
+_NUMBERS = ("replicas", "timeout")
 _OF_BACKENDS = ("planes", "tiled_planes", "transposed")
 """Packings that depend on the attention backend and not on the dtype."""
-_SCHEMES = ("mooncake", "folder", "host")
+_SCHEMES = ("mooncake", "folder", "host", *objects.SCHEMES, *redis.SCHEMES)
 
 
 def open_tier(
@@ -51,7 +61,9 @@ def open_tier(
     - a path: a file. A new file takes `memory` bytes; an existing file keeps its plan. Only this
       process may open it, or any number of processes on this host if `shared`.
     - `"mooncake://host:port?metrics=host:9003&segment=4GiB"`: Mooncake Store.
-    - `"folder:///path?capacity=100GiB"`: a folder that several hosts share.
+    - `"s3://bucket/prefix?region=eu-west-1"`, `gs://`, `az://`: a bucket.
+    - `"redis://host:6379/0"`: Redis or Valkey.
+    - `"folder:///path?capacity=100GiB"`: a folder.
     - `"host://?capacity=1GiB"`: an object store in host memory of this process.
 
     An object store requires an `identity`. `options` are passed to `open_store_tier`.
@@ -210,6 +222,10 @@ def open_store(where: str, *, create: bool = True, **instead: Any) -> ObjectStor
                 return FolderStore(address.netloc + address.path, create=create, **about)
             case "host":
                 return HostStore(**about)
+            case scheme if scheme in objects.SCHEMES and address.netloc:
+                return BucketStore(where.partition("?")[0], **about)
+            case scheme if scheme in redis.SCHEMES and address.netloc:
+                return RedisStore(where.partition("?")[0], **about)
     except TypeError as fault:
         problem = "The address of the store contains an unknown option"
         got = str(fault).rpartition("argument ")[2]
@@ -219,7 +235,7 @@ def open_store(where: str, *, create: bool = True, **instead: Any) -> ObjectStor
 
 
 def _unknown_kind(where: str | Path) -> AtlasError:
-    hint = "Use mooncake://host:port, folder:///path or host://"
+    hint = "Use mooncake://host:port, s3://bucket/prefix, redis://host:port or folder:///path"
     problem = "The address of the store is not valid"
     return AtlasError(Code.BAD_CONFIG, problem, got=repr(str(where)), hint=hint)
 
@@ -244,8 +260,11 @@ def rows_of(model: Model, block_size: int, max_len: int | None, memory: str | in
 
 def _about(address: SplitResult) -> dict[str, Any]:
     """Return the query options of an address, with sizes converted to bytes."""
-    said = dict(parse_qsl(address.query))
-    return {
-        name: quantity(value, name) if name in _SIZES else value
-        for name, value in said.items()
-    } | {name: int(said[name]) for name in _NUMBERS if said.get(name, "").isdigit()}
+    said: dict[str, Any] = dict(parse_qsl(address.query))
+    for name, value in said.items():
+        if name in _SIZES:
+            said[name] = quantity(value, name)
+        elif name in _NUMBERS:
+            with suppress(ValueError):  # the store refuses a text, and names the option
+                said[name] = float(value) if name == "timeout" else int(value)
+    return said

@@ -124,7 +124,9 @@ class TierSpans:
     def covers(self, group: int) -> list[Cover]:
         """Return all covers that a block of an attention group can have."""
         block = self.tier.groups[group].block
-        firsts = 1 if self.visibilities[group] == [Visibility()] else block  # windows begin anywhere
+        firsts = (
+            1 if self.visibilities[group] == [Visibility()] else block
+        )  # windows begin anywhere
         return [Cover(a, b) for a in range(firsts) for b in range(a + 1, block + 1)]
 
     @property

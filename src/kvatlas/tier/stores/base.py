@@ -43,6 +43,16 @@ def tenant_of(name: str) -> str:
     return "/".join(words[:2]) if len(words) > 2 else ""
 
 
+def key_of(name: str) -> str:
+    """Return the part of a name that the objects of one key share, or "" if it is too short.
+
+    >>> key_of("kv2/tenant/namespace/key/0.0-64/0"), key_of("kv2/tenant/")
+    ('kv2/tenant/namespace/key/', '')
+    """
+    words = name.split("/", 4)
+    return "/".join([*words[:4], ""]) if len(words) > 4 else ""
+
+
 class ObjectStore(ABC):
     """A store of named objects. Methods are thread-safe and raise `AtlasError` on failure."""
 

@@ -16,6 +16,7 @@ from kvatlas.tier.stores.base import (
     Parts,
     StoreRoom,
     joined_size,
+    key_of,
     tenant_of,
 )
 
@@ -44,7 +45,7 @@ class HostStore(ObjectStore):
         self._objects: OrderedDict[str, Bytes] = OrderedDict()
         self._tenants: defaultdict[str, TenantObjects] = defaultdict(TenantObjects)
         self._keys: defaultdict[str, set[str]] = defaultdict(set)
-        """The names of the objects of each key, by the part that `_key_of` returns."""
+        """The names of the objects of each key, by the part that `key_of` returns."""
         self._lock = threading.Lock()
 
     def put(self, objects: Sequence[tuple[str, Parts]]) -> list[bool]:
@@ -70,7 +71,7 @@ class HostStore(ObjectStore):
             self._used += size
             own.names[name] = None
             own.used += size
-            self._keys[_key_of(name)].add(name)
+            self._keys[key_of(name)].add(name)
         return True
 
     def _use(self, name: str) -> None:
@@ -86,7 +87,7 @@ class HostStore(ObjectStore):
         own.used -= size
         if not own.names:
             del self._tenants[tenant]
-        key = _key_of(name)
+        key = key_of(name)
         self._keys[key].discard(name)
         if not self._keys[key]:
             del self._keys[key]
@@ -136,7 +137,7 @@ class HostStore(ObjectStore):
     def names(self, prefix: str = "") -> Iterator[str]:
         """Yield the names that start with a prefix."""
         with self._lock:
-            among = self._keys.get(key, ()) if (key := _key_of(prefix)) else self._objects
+            among = self._keys.get(key, ()) if (key := key_of(prefix)) else self._objects
             return iter([name for name in among if name.startswith(prefix)])
 
     def size(self, name: str) -> int:
@@ -165,13 +166,3 @@ class HostStore(ObjectStore):
             if name in self._objects:
                 self._use(name)
             return self._objects.get(name)
-
-
-def _key_of(name: str) -> str:
-    """Return the part of a name that the objects of one key share, or "" if it is too short.
-
-    >>> _key_of("kv2/tenant/namespace/key/0.0-64/0"), _key_of("kv2/tenant/")
-    ('kv2/tenant/namespace/key/', '')
-    """
-    words = name.split("/", 4)
-    return "/".join([*words[:4], ""]) if len(words) > 4 else ""
