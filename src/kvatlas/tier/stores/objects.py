@@ -51,7 +51,7 @@ class BucketStore(ObjectStore):
         client = {"timeout": half, "connect_timeout": half, "allow_http": plain}
         retry = {"max_retries": _RETRIES, "retry_timeout": half, "backoff": _BACKOFF}
         try:
-            self._bucket: Any = from_url(  # type: ignore[call-overload]
+            self._bucket: Any = from_url(
                 where, config=options, client_options=client, retry_config=retry
             )
         except (ValueError, obstore.exceptions.BaseError) as fault:
