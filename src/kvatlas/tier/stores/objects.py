@@ -72,7 +72,7 @@ class BucketStore(ObjectStore):
         about = {"use_multipart": False, "mode": "create" if self._conditional else "overwrite"}
         errors = self._obstore.exceptions
         try:
-            self._obstore.put(self._bucket, name, memoryview(content), **about)
+            self._obstore.put(self._bucket, name, content.data, **about)
         except errors.AlreadyExistsError:
             return True
         except (errors.NotSupportedError, NotImplementedError):
@@ -173,7 +173,7 @@ class BucketStore(ObjectStore):
         """Do nothing: memory needs no registration."""
 
     def close(self) -> None:
-        """Wait for requests in flight, which end by their timeout."""
+        """End the threads of requests after those in flight, which end by their timeout."""
         self._requests.close(Deadline(0.0))
 
     def _each(self, act: Callable[[Any], T], items: Sequence[Any]) -> list[T]:

@@ -68,7 +68,7 @@ class RedisStore(ObjectStore):
         def ask(pipe: Any) -> None:
             for name, parts in objects:
                 content = parts[0] if len(parts) == 1 else np.concatenate(parts)
-                pipe.hsetnx(*_place(name), memoryview(content))
+                pipe.hsetnx(*_place(name), content.data)
 
         return [self._stored(answer) for answer in self._pipeline(ask, objects)]
 
