@@ -10,6 +10,7 @@ from benchmarks import (
     pool,
     pulling,
     routes,
+    store_scale,
     tier,
     tls_wire,
     wires,
@@ -23,6 +24,7 @@ converting.main()
 kernels.main()
 tier.main()
 fleet.main()
+store_scale.main()
 wires.main()
 tls_wire.main()
 handing_over.main()

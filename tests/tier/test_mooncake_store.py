@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvatlas import AtlasError
+from kvatlas import AtlasError, Code
+from kvatlas.tier import MooncakeStore, open_store
 from tests.profiles import DEEP
 from tests.tier.lying_store import fetched
 from tests.tier.mooncake_world import Master, Peer, missing, model_of, running, wait_until, world_of
@@ -131,3 +133,53 @@ def test_a_store_without_its_master_is_refused_when_it_is_opened() -> None:
         master.kill()
         with pytest.raises(AtlasError):
             master.store()
+
+
+def test_drop_removes_every_row_of_a_key_and_sends_no_pattern_to_the_master(
+    master: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("dense", "sliding"):
+        world, made = world_of(name), small(model_of(name))
+        with master.tier(name) as tier:
+            store = tier._traffic.store
+            tier.drop_tenant()
+            world.store(tier, made)
+            rows = [one for one in store.names() if "marks" not in one]
+            with monkeypatch.context() as patch:
+                patch.setattr(type(store), "remove_all", None)
+                assert tier.drop(world.keys(tier)) == len(rows) > 0
+            assert [one for one in store.names() if "marks" not in one] == []
+
+
+def test_replicas_survive_the_death_of_a_holder() -> None:
+    with running() as master:
+        holders, content = [Peer(master) for _ in range(2)], np.arange(200, dtype=np.uint8)
+        try:
+            for holder in holders:
+                holder.ask("store", "dense")
+            about = {"segment": 0, "metrics": master.pages}
+            store = MooncakeStore(master.address, replicas=2, **about)  # type: ignore[arg-type]
+            names = [f"kv1/{number}" for number in range(8)]
+            assert store.put([(name, [content]) for name in names]) == [True] * 8
+            holders[0].kill()
+            into = np.zeros(200, np.uint8)
+
+            def all_read() -> bool:
+                try:
+                    return store.get([(name, [into]) for name in names]) == [200] * 8
+                except AtlasError:  # the master has not noticed yet
+                    return False
+
+            wait_until(all_read)
+            assert np.array_equal(into, content)
+            store.close()
+        finally:
+            for holder in holders:
+                holder.kill()
+
+
+def test_replicas_are_refused_by_other_stores(tmp_path: Path) -> None:
+    for where in ("host://?replicas=2", f"folder://{tmp_path}?replicas=2"):
+        with pytest.raises(AtlasError) as refusal:
+            open_store(where)
+        assert refusal.value.code is Code.CONTRADICTORY

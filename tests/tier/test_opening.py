@@ -61,8 +61,8 @@ def test_addresses_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
             act()
         return refused.value.code
 
-    assert refusal(lambda: open_store("redis://host")) is Code.BAD_CONFIG
-    assert refusal(lambda: opened("redis://host")) is Code.BAD_CONFIG, "no file of that name"
+    assert refusal(lambda: open_store("memcached://host")) is Code.BAD_CONFIG
+    assert refusal(lambda: opened("memcached://host")) is Code.BAD_CONFIG, "no file of that name"
     assert refusal(lambda: open_store("folder://")) is Code.BAD_CONFIG, "not wherever one is"
     absent = tmp_path / "absent"
     assert refusal(lambda: open_store(f"folder://{absent}", create=False)) is Code.UNREADABLE

@@ -30,7 +30,7 @@ def test_settings_that_cannot_be_are_refused_with_what_to_do() -> None:
         ({"how": "quickly"}, "Choose one of auto, direct"),
         ({"how": "landed"}, "'landed' is now called 'coalesced'"),
         ({"listen": EVERYWHERE}, "advertise"),
-        ({"tier": "redis://host"}, "mooncake://host:port"),
+        ({"tier": "memcached://host"}, "mooncake://host:port"),
         ({"tier": "host://"}, "mooncake://host:port"),
         ({"tier": "/a/file", "tenant": "me"}, "Set tier to the address of a store"),
         ({"tier": "folder:///mnt/kv", "tier_options": {"stage": 2}}, "docs/how-to/vllm.md"),

@@ -23,17 +23,20 @@ from kvatlas.tier.store_inspection import (
 from kvatlas.tier.store_tier import StoreTier
 from kvatlas.tier.stored_rows import OtherRows
 from kvatlas.tier.stores import (
+    BucketStore,
     EncryptedStore,
     FolderStore,
     HostStore,
     KeyFolder,
     MooncakeStore,
     ObjectStore,
+    RedisStore,
 )
 from kvatlas.tier.tier import Tier
 from kvatlas.tier.tier_events import TierEvents
 
 __all__ = [
+    "BucketStore",
     "Converting",
     "EncryptedStore",
     "FolderStore",
@@ -43,6 +46,7 @@ __all__ = [
     "ObjectStore",
     "OtherRows",
     "PrefixFinder",
+    "RedisStore",
     "StoreResult",
     "StoreTier",
     "Tier",

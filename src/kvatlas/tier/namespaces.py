@@ -114,6 +114,11 @@ class Namespace:
         """Return the prefix that the names of all objects of one group and key share."""
         return f"{self.prefix}{RowName(group, key, Cover(0, 0)).place}/"
 
+    def names_with(self, group: int, key: bytes, covers: Iterable[Cover]) -> list[str]:
+        """Return the names of the objects of one group and key with any of these covers."""
+        begin, indices = self.all_of(group, key), range(len(self.cut.groups[group]))
+        return [f"{begin}{group}.{a}-{b}/{index}" for a, b in covers for index in indices]
+
     @cached_property
     def marks(self) -> list[str]:
         """The names of the marks, one for each of `LEVELS` (tenant, model, weights, dtype, format).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, urlsplit
@@ -22,12 +23,16 @@ from kvatlas.tier.served.sharing import share_file
 from kvatlas.tier.store_tier import StoreTier
 from kvatlas.tier.stored_rows import OtherRows
 from kvatlas.tier.stores import (
+    BucketStore,
     EncryptedStore,
     FolderStore,
     HostStore,
     KeyFolder,
     MooncakeStore,
     ObjectStore,
+    RedisStore,
+    objects,
+    redis,
 )
 from kvatlas.tier.tier import Tier
 
@@ -35,9 +40,10 @@ IN_MEMORY = "memory"
 BLOCK = 64
 """Default number of tokens per row, if the model's layers support it."""
 _SIZES = ("segment", "buffer", "capacity", "quota")
+_NUMBERS = ("replicas", "timeout")
 _OF_BACKENDS = ("planes", "tiled_planes", "transposed")
 """Packings that depend on the attention backend and not on the dtype."""
-_SCHEMES = ("mooncake", "folder", "host")
+_SCHEMES = ("mooncake", "folder", "host", *objects.SCHEMES, *redis.SCHEMES)
 
 
 def open_tier(
@@ -57,7 +63,9 @@ def open_tier(
     - a path: a file. A new file takes `memory` bytes; an existing file keeps its plan. Only this
       process may open it, or any number of processes on this host if `shared`.
     - `"mooncake://host:port?metrics=host:9003&segment=4GiB"`: Mooncake Store.
-    - `"folder:///path?capacity=100GiB"`: a folder that several hosts share.
+    - `"s3://bucket/prefix?region=eu-west-1"`, `gs://`, `az://`: a bucket.
+    - `"redis://host:6379/0"`: Redis or Valkey.
+    - `"folder:///path?capacity=100GiB"`: a folder.
     - `"host://?capacity=1GiB"`: an object store in host memory of this process.
     - `"folder:///path?keys=/etc/kvatlas/keys"`: objects are encrypted: see `KeyFolder`.
 
@@ -206,6 +214,11 @@ def open_store(where: str, *, create: bool = True, **instead: Any) -> ObjectStor
     about = _about(address) | instead
     if "keys" in about:
         return _encrypted(where, create, about)
+    if "replicas" in about and address.scheme != "mooncake":
+        problem = "This store does not support replicas="
+        hint = "Use mooncake://, or configure replication in the store itself"
+        got = f"replicas={about['replicas']} for {where!r}"
+        raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
     try:
         match address.scheme:
             case "mooncake":
@@ -214,6 +227,10 @@ def open_store(where: str, *, create: bool = True, **instead: Any) -> ObjectStor
                 return FolderStore(address.netloc + address.path, create=create, **about)
             case "host":
                 return HostStore(**about)
+            case scheme if scheme in objects.SCHEMES and address.netloc:
+                return BucketStore(where.partition("?")[0], **about)
+            case scheme if scheme in redis.SCHEMES and address.netloc:
+                return RedisStore(where.partition("?")[0], **about)
     except TypeError as fault:
         problem = "The address of the store contains an unknown option"
         got = str(fault).rpartition("argument ")[2]
@@ -234,7 +251,7 @@ def _encrypted(where: str, create: bool, about: dict[str, Any]) -> ObjectStore:
 
 
 def _unknown_kind(where: str | Path) -> AtlasError:
-    hint = "Use mooncake://host:port, folder:///path or host://"
+    hint = "Use mooncake://host:port, s3://bucket/prefix, redis://host:port or folder:///path"
     problem = "The address of the store is not valid"
     return AtlasError(Code.BAD_CONFIG, problem, got=repr(str(where)), hint=hint)
 
@@ -259,7 +276,11 @@ def rows_of(model: Model, block_size: int, max_len: int | None, memory: str | in
 
 def _about(address: SplitResult) -> dict[str, Any]:
     """Return the query options of an address, with sizes converted to bytes."""
-    said = dict(parse_qsl(address.query))
-    return {
-        name: quantity(value, name) if name in _SIZES else value for name, value in said.items()
-    }
+    said: dict[str, Any] = dict(parse_qsl(address.query))
+    for name, value in said.items():
+        if name in _SIZES:
+            said[name] = quantity(value, name)
+        elif name in _NUMBERS:
+            with suppress(ValueError):  # the store refuses a text, and names the option
+                said[name] = float(value) if name == "timeout" else int(value)
+    return said

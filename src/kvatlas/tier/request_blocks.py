@@ -121,6 +121,14 @@ class TierSpans:
         first = max(one for one, _ in self._spans(group, 0, stop))
         return {Cover(0, stop - begin), Cover(max(first - begin, 0), stop - begin)}
 
+    def covers(self, group: int) -> list[Cover]:
+        """Return all covers that a block of an attention group can have."""
+        block = self.tier.groups[group].block
+        firsts = (
+            1 if self.visibilities[group] == [Visibility()] else block
+        )  # windows begin anywhere
+        return [Cover(a, b) for a in range(firsts) for b in range(a + 1, block + 1)]
+
     @property
     def step(self) -> int:
         """The least common multiple of the block sizes of attention groups, in tokens."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager
@@ -322,14 +322,13 @@ class StoreTier:
         """Remove keys from every group and return how many objects were removed."""
         with self._storage.using():
             by_group = keys_by_group(self.plan, keys)
-            names = [(g, key) for g, row in by_group.items() for key in row if key is not None]
-            prefixes = [self.namespace.all_of(group, key) for group, key in names]
-            return self._remove_all(prefixes)
+            return self._call(lambda: self._own.remove(by_group))
 
     def drop_tenant(self) -> int:
         """Remove all objects of this tenant, of all models, and return their number."""
         with self._storage.using():
-            removed = self._remove_all([self.namespace.tenant_prefix])
+            prefix = self.namespace.tenant_prefix
+            removed = self._call(lambda: self._traffic.store.remove_all(prefix))
             self._traffic.forget_marks()
             return removed
 
@@ -352,11 +351,10 @@ class StoreTier:
 
     # -- inside -------------------------------------------------------------------------
 
-    def _remove_all(self, prefixes: list[str]) -> int:
-        """Remove all objects with these name prefixes and return their number."""
-        traffic = self._traffic
-        started = traffic.calls.start(lambda: sum(map(traffic.store.remove_all, prefixes)))
-        return traffic.calls.result(started, Deadline(self.timeout))
+    def _call(self, act: Callable[[], int]) -> int:
+        """Execute a call of the store within the timeout."""
+        calls = self._traffic.calls
+        return calls.result(calls.start(act), Deadline(self.timeout))
 
     def _found(
         self, start: int, stop: int, keys: Keys, among: Sequence[StoredRows]

@@ -63,7 +63,8 @@ class StoredRows:
             store.register(memory)
         self.traffic = RowTraffic(store, self.namespace, self.staging)
         self.storage = TierStorage(self.staging.pools, None, verify_always=False)
-        self._lookup = RowLookup(self.traffic, TierSpans(plan, plan))
+        self._spans = TierSpans(plan, plan)
+        self._lookup = RowLookup(self.traffic, self._spans)
         self._routes = TierRoutes(with_room(plan))
 
     def find(self, start: int, stop: int, keys: Mapping[int, Any], deadline: Deadline) -> FoundRows:
@@ -82,6 +83,22 @@ class StoredRows:
         of these tokens. With `whole`, all objects of the row must exist.
         """
         return self._lookup.kept(group, ends, deadline, whole=whole)
+
+    def remove(self, keys: Mapping[int, Sequence[bytes | None]]) -> int:
+        """Remove the rows of keys, given by group, and return how many objects were removed.
+
+        A store that cannot remove by prefix compares all of its objects with a prefix. It is given
+        all names that an object can have instead, except for recurrent states, whose names contain
+        the length of the request.
+        """
+        store, names = self.traffic.store, self.namespace
+        removed = 0
+        for group, key in ((group, key) for group, row in keys.items() for key in row if key):
+            if store.removes_by_prefix or self._spans.recurrent(group):
+                removed += store.remove_all(names.all_of(group, key))
+            else:
+                removed += store.remove(names.names_with(group, key, self._spans.covers(group)))
+        return removed
 
     def hit(
         self, start: int, found: FoundRows, timeout: float, missed: Callable[[AtlasError], None]

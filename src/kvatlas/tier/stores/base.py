@@ -43,11 +43,25 @@ def tenant_of(name: str) -> str:
     return "/".join(words[:2]) if len(words) > 2 else ""
 
 
+def key_of(name: str) -> str:
+    """Return the part of a name that the objects of one key share, or "" if it is too short.
+
+    >>> key_of("kv2/tenant/namespace/key/0.0-64/0"), key_of("kv2/tenant/")
+    ('kv2/tenant/namespace/key/', '')
+    """
+    words = name.split("/", 4)
+    return "/".join([*words[:4], ""]) if len(words) > 4 else ""
+
+
 class ObjectStore(ABC):
     """A store of named objects. Methods are thread-safe and raise `AtlasError` on failure."""
 
     calls_at_once: ClassVar[int] = 4
     """Number of calls that are worth running in parallel. More would wait for each other."""
+
+    removes_by_prefix: ClassVar[bool] = True
+    """Whether `remove_all` takes time proportional to what it removes. If not, the tier lists the
+    possible names of a row and calls `remove`."""
 
     @abstractmethod
     def put(self, objects: Sequence[tuple[str, Parts]]) -> list[bool]:

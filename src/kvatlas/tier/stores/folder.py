@@ -8,10 +8,8 @@ damage, and it counts as a miss. Symbolic links below the folder are not followe
 
 from __future__ import annotations
 
+import errno
 import os
-import re
-import secrets
-import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,26 +18,35 @@ from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import natural
 from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom, joined_size
-from kvatlas.tier.stores.folder_room import (
-    UNFINISHED,
-    FolderRoom,
+from kvatlas.tier.stores.folder_files import (
+    is_name,
     is_object,
     is_there,
     leads_away,
+    network_file_system,
+    objects_below,
+    opened,
+    read,
+    remove_abandoned,
+    remove_file,
+    set_used,
+    write_object,
 )
+from kvatlas.tier.stores.folder_index import FolderIndex
+from kvatlas.tier.stores.folder_space import FolderSpace
 
-_NAME = re.compile(r"[a-z0-9_.-]+(/[a-z0-9_.-]+)*")
-_MOST_PARTS = 512
-"""Maximum number of memory ranges in one system call."""
+_TOLERATED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ETIMEDOUT)
+"""Errors of the index with which a folder opens: it is read-only, or the index is locked."""
 
 
 class FolderStore(ObjectStore):
     """Objects as files below a folder, up to `capacity` bytes, with LRU eviction.
 
-    All processes that share the folder and specify a `capacity` share one count of its bytes.
-    With a `quota`, each tenant has at most this many bytes, and only its own objects are evicted
-    to make space for it. A missing folder is created, unless `create` is false. Objects are not
-    flushed to disk and may be lost in a power failure. A folder that is read-only can be read.
+    All processes of a host that share the folder and specify a `capacity` share one count of its
+    bytes. With a `quota`, each tenant has at most this many bytes, and only its own objects are
+    evicted to make space for it. Both limits need a local file system. A missing folder is created,
+    unless `create` is false. Objects are not flushed to disk and may be lost in a power failure. A
+    folder that is read-only can be read.
 
     >>> import tempfile, numpy as np
     >>> store = FolderStore(tempfile.mkdtemp())
@@ -54,48 +61,75 @@ class FolderStore(ObjectStore):
     ) -> None:
         self._root = Path(path)
         self._capacity = natural(capacity, "the capacity of a store")
-        natural(quota, "the quota of a tenant")
+        self._bounded = bool(natural(quota, "the quota of a tenant") or capacity)
         if not create and not self._root.is_dir():
             problem, hint = "The folder of the store does not exist", "Check the store's address"
             raise AtlasError(Code.UNREADABLE, problem, got=str(self._root), hint=hint)
+        self._index = FolderIndex(self._root)
+        self._space = FolderSpace(self._root, self._index, capacity, quota)
         with _refusals(self._root):
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _refusals(self._root):
-            self._room = FolderRoom(self._root, capacity, quota)
+            self._network = network_file_system(self._root)
+            if self._bounded:
+                self._check_local()
+                self._open_index()
+
+    def _check_local(self) -> None:
+        """Raise an error if SQLite's locks are not safe on the file system of the folder."""
+        if self._network:
+            problem = "A folder with a capacity or quota must be on a local file system"
+            hint = "Omit capacity= and quota=, or share a store such as s3:// or mooncake://"
+            got = f"{self._root} on {self._network}"
+            raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
+
+    def _open_index(self) -> None:
+        """Open the index, or build it if it is missing. Remove abandoned files."""
+        try:
+            remove_abandoned(self._root)
+            self._space.usage()
+        except OSError as fault:
+            if fault.errno not in _TOLERATED:
+                raise
+
+    @property
+    def _indexed(self) -> bool:
+        """Whether writes must be recorded in the index, for this or for another process."""
+        return not self._network and (self._bounded or self._index.exists())
 
     def put(self, objects: Sequence[tuple[str, Parts]]) -> list[bool]:
         """Store objects that do not exist yet. Return, for each, whether it exists now."""
-        return [self._put(self._path(name), parts) for name, parts in objects]
-
-    def _put(self, path: Path, parts: Parts) -> bool:
-        if leads_away(self._root, path):
-            return False
-        if is_object(path):
-            self._use(path)
-            return True
-        size, linked = joined_size(parts), False
-        unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}{UNFINISHED}")
-        try:
-            descriptor = self._room.create(unfinished, size)
-            if descriptor is None:
-                return False
+        paths = {name: self._path(name) for name, _ in objects}
+        new = {name: parts for name, parts in objects if not self._touch(paths[name])}
+        sizes = [(name, joined_size(parts)) for name, parts in new.items()]
+        with suppress(OSError):  # the index cannot be locked or written: the objects stay absent
+            indexed = bool(new) and self._indexed
+            fits = self._space.reserve(sizes) if indexed else [True] * len(new)
             try:
-                linked = _finish(descriptor, unfinished, path, parts)
+                for (name, parts), fit in zip(new.items(), fits, strict=True):
+                    with suppress(OSError):  # no space or no write permission
+                        if fit and not leads_away(self._root, paths[name]):
+                            write_object(self._root, paths[name], parts)
             finally:
-                os.close(descriptor)
-                if linked:
-                    unfinished.unlink(missing_ok=True)
-                else:
-                    self._room.remove_all([unfinished])
-        except OSError:
-            return False  # no space or no write permission: the object stays absent
-        return linked or is_object(path)
+                if indexed:
+                    reserved = zip(sizes, fits, strict=True)
+                    self._space.finish([about for about, fit in reserved if fit])
+        return [self._is_object(path) for path in map(paths.__getitem__, (n for n, _ in objects))]
+
+    def _is_object(self, path: Path) -> bool:
+        return is_object(path) and not leads_away(self._root, path)
+
+    def _touch(self, path: Path) -> bool:
+        """Return whether an object exists, and record its use."""
+        there = self._is_object(path)
+        if there:
+            self._use(path)
+        return there
 
     def _use(self, file: int | Path) -> None:
         """Record that an object was used, if objects can be evicted."""
-        if self._room.bounded:
+        if self._bounded:
             with suppress(OSError):  # a file of another user, for example, is evicted by its age
-                os.utime(file)
+                set_used(file)
 
     def get(self, objects: Sequence[tuple[str, Parts]]) -> list[int]:
         """Read whole objects. Return the size of each in bytes, or `ABSENT`."""
@@ -107,7 +141,7 @@ class FolderStore(ObjectStore):
                 return ABSENT
             size = os.fstat(found).st_size
             self._use(found)
-            return _read(found, parts) if size == joined_size(parts) else size
+            return read(found, parts) if size == joined_size(parts) else size
 
     def ranges(self, name: str, wanted: Sequence[tuple[int, Bytes]]) -> int:
         """Read parts of an object and return the number of bytes read, or `ABSENT`."""
@@ -129,9 +163,11 @@ class FolderStore(ObjectStore):
     def remove(self, names: Sequence[str]) -> int:
         """Remove objects and return how many existed."""
         with _refusals(self._root):
-            paths = map(self._path, names)
-            sizes = self._room.remove_all(p for p in paths if not leads_away(self._root, p))
-        return sum(size > 0 for size in sizes)
+            paths = {name: self._path(name) for name in names}
+            inside = [name for name, path in paths.items() if not leads_away(self._root, path)]
+            if inside and self._indexed:
+                return self._space.remove(inside)
+            return sum(remove_file(self._root, paths[name]) for name in inside)
 
     def remove_all(self, prefix: str) -> int:
         """Remove all objects whose names start with a prefix and return their number."""
@@ -140,8 +176,7 @@ class FolderStore(ObjectStore):
     def names(self, prefix: str = "") -> Iterator[str]:
         """Yield the names that start with a prefix."""
         folder = self._root / prefix.rpartition("/")[0]
-        for path in self._room.files(folder):
-            name = path.relative_to(self._root).as_posix()
+        for name, _ in objects_below(self._root, folder):
             if name.startswith(prefix):
                 yield name
 
@@ -149,7 +184,7 @@ class FolderStore(ObjectStore):
         """Return the size of an object in bytes, or `ABSENT`."""
         path = self._path(name)
         with suppress(OSError):
-            if is_object(path) and not leads_away(self._root, path):
+            if self._is_object(path):
                 return path.lstat().st_size
         return ABSENT
 
@@ -157,25 +192,33 @@ class FolderStore(ObjectStore):
         """Do nothing: memory needs no registration."""
 
     def close(self) -> None:
-        """Do nothing: the store holds no resources."""
+        """Close the index."""
+        self._index.close()
 
     def sweep(self) -> int:
-        """Remove unfinished files without recent writes. Return their total size in bytes."""
+        """Remove unfinished files without recent writes. Return their total size in bytes.
+
+        The index is built again, so that it counts objects that other programs have written.
+        """
         with _refusals(self._root):
-            swept = sum(self._room.remove_all(self._room.abandoned(self._root)))
-            self._room.forget_empty_tenants()
+            swept = remove_abandoned(self._root, everywhere=True)
+            if self._indexed:
+                self._index.rebuild()
             return swept
 
     def capacity(self) -> StoreRoom:
         """Return the used and total bytes and the number of objects of the store."""
-        sizes = []
-        for path in self._room.files(self._root):
-            with suppress(FileNotFoundError):
-                sizes.append(path.stat().st_size)
-        if not self._capacity:
+        with _refusals(self._root):
+            used, objects = self._usage()
             free = os.statvfs(self._root)
-            return StoreRoom(sum(sizes), sum(sizes) + free.f_bavail * free.f_frsize, len(sizes))
-        return StoreRoom(sum(sizes), self._capacity, len(sizes))
+        return StoreRoom(used, self._capacity or used + free.f_bavail * free.f_frsize, objects)
+
+    def _usage(self) -> tuple[int, int]:
+        if self._bounded:
+            with suppress(OSError):  # the folder is read-only, for example
+                return self._space.usage()
+        sizes = [about.st_size for _, about in objects_below(self._root, self._root)]
+        return sum(sizes), len(sizes)
 
     @contextmanager
     def _opened(self, path: Path) -> Iterator[int | None]:
@@ -183,12 +226,12 @@ class FolderStore(ObjectStore):
         if leads_away(self._root, path):
             yield None
         else:
-            with _opened(path) as found:
+            with opened(path) as found:
                 yield found
 
     def _path(self, name: str) -> Path:
         """Return the path of an object. Names that could lead out of the folder are rejected."""
-        if not _NAME.fullmatch(name) or any(part.startswith(".") for part in name.split("/")):
+        if not is_name(name):
             hint = "Use a-z, 0-9, _, - and dots, and start no word with a dot"
             problem = "An object's name must consist of words that are separated by slashes"
             raise AtlasError(Code.OUT_OF_RANGE, problem, got=repr(name)[:80], hint=hint)
@@ -204,66 +247,3 @@ def _refusals(path: Path) -> Iterator[None]:
         problem = "A folder or file of the store cannot be accessed"
         hint = "Check the disk and the permissions of the folder"
         raise AtlasError(Code.UNREADABLE, problem, got=f"{path}: {fault}", hint=hint) from None
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int | None]:
-    """Open a file for reading; yield None if it does not exist or is not a regular file."""
-    try:
-        found = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        found = None
-    except OSError:
-        if is_object(path):
-            raise
-        found = None
-    if found is None:
-        yield None
-        return
-    try:
-        yield found if stat.S_ISREG(os.fstat(found).st_mode) else None
-    finally:
-        os.close(found)
-
-
-def _finish(descriptor: int, unfinished: Path, path: Path, parts: Parts) -> bool:
-    """Write a file and link it to its name. Return False if the object already exists.
-
-    A pipe, a symbolic link or an empty folder under this name is replaced.
-    """
-    _write(descriptor, parts)
-    try:
-        os.link(unfinished, path)
-    except FileExistsError:
-        if is_object(path):
-            return False
-        with suppress(OSError):
-            path.rmdir()
-        unfinished.rename(path)
-    return True
-
-
-def _write(descriptor: int, parts: Parts) -> None:
-    views = [part.data for part in parts]
-    while views:
-        done = os.writev(descriptor, views[:_MOST_PARTS])
-        views = _remaining(views, done)
-
-
-def _read(descriptor: int, parts: Parts) -> int:
-    views, read = [part.data for part in parts], 0
-    while views:
-        done = os.readv(descriptor, views[:_MOST_PARTS])
-        if not done:
-            break
-        views, read = _remaining(views, done), read + done
-    return read
-
-
-def _remaining(views: list[memoryview], done: int) -> list[memoryview]:
-    """Return the memory ranges that remain after the first `done` bytes."""
-    for place, view in enumerate(views):
-        if done < view.nbytes:
-            return [view[done:], *views[place + 1 :]]
-        done -= view.nbytes
-    return []

@@ -16,6 +16,7 @@ from kvatlas.tier.stores.base import (
     Parts,
     StoreRoom,
     joined_size,
+    key_of,
     tenant_of,
 )
 
@@ -43,6 +44,8 @@ class HostStore(ObjectStore):
         self._quota = natural(quota, "the quota of a tenant") or capacity
         self._objects: OrderedDict[str, Bytes] = OrderedDict()
         self._tenants: defaultdict[str, TenantObjects] = defaultdict(TenantObjects)
+        self._keys: defaultdict[str, set[str]] = defaultdict(set)
+        """The names of the objects of each key, by the part that `key_of` returns."""
         self._lock = threading.Lock()
 
     def put(self, objects: Sequence[tuple[str, Parts]]) -> list[bool]:
@@ -68,6 +71,7 @@ class HostStore(ObjectStore):
             self._used += size
             own.names[name] = None
             own.used += size
+            self._keys[key_of(name)].add(name)
         return True
 
     def _use(self, name: str) -> None:
@@ -83,6 +87,10 @@ class HostStore(ObjectStore):
         own.used -= size
         if not own.names:
             del self._tenants[tenant]
+        key = key_of(name)
+        self._keys[key].discard(name)
+        if not self._keys[key]:
+            del self._keys[key]
 
     def get(self, objects: Sequence[tuple[str, Parts]]) -> list[int]:
         """Read whole objects. Return the size of each in bytes, or `ABSENT`."""
@@ -129,7 +137,8 @@ class HostStore(ObjectStore):
     def names(self, prefix: str = "") -> Iterator[str]:
         """Yield the names that start with a prefix."""
         with self._lock:
-            return iter([name for name in self._objects if name.startswith(prefix)])
+            among = self._keys.get(key, ()) if (key := key_of(prefix)) else self._objects
+            return iter([name for name in among if name.startswith(prefix)])
 
     def size(self, name: str) -> int:
         """Return the size of an object in bytes, or `ABSENT`."""

@@ -22,6 +22,7 @@ import numpy as np
 
 from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code, MissingExtraError
+from kvatlas.geometry.integers import positive
 from kvatlas.tier.store_calls import Deadline, StoreCalls
 from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom
 
@@ -48,8 +49,12 @@ class MooncakeStore(ObjectStore):
 
     The client contributes `segment` bytes of this host's memory to the store, and uses `buffer`
     bytes for objects outside registered memory. `metrics` is the address of the master's metrics
-    server, which lists the objects.
+    server, which lists the objects. Each object is stored in the memory of up to `replicas` clients
+    that contribute a segment: fewer than requested if there are fewer such clients.
     """
+
+    removes_by_prefix: ClassVar[bool] = False
+    """The master compares the name of every object with a prefix."""
 
     calls_at_once: ClassVar[int] = 2
     """One call moves bytes while another computes checksums or looks up names."""
@@ -65,13 +70,16 @@ class MooncakeStore(ObjectStore):
         segment: int = 0,
         buffer: int = 16 << 20,
         metrics: str = "",
+        replicas: int = 1,
     ) -> None:
         try:
-            from mooncake.store import MooncakeDistributedStore
+            from mooncake.store import MooncakeDistributedStore, ReplicateConfig
         except ImportError:
             raise MissingExtraError("mooncake", "mooncake") from None
         self.master, self._metrics = master, metrics
         self._client: Any = MooncakeDistributedStore()
+        self._how = ReplicateConfig()
+        self._how.replica_num = positive(replicas, "the number of replicas")
         self._memory: list[Bytes] = []
         self._moving = threading.Lock()
         self._check_master()
@@ -111,7 +119,8 @@ class MooncakeStore(ObjectStore):
         """Store objects that do not exist yet. Return, for each, whether it exists now."""
         if not objects:
             return []
-        answers = self._move(self._client.batch_put_from_multi_buffers, objects)
+        put = self._client.batch_put_from_multi_buffers
+        answers = self._move(lambda *about: put(*about, self._how), objects)
         return [self._answer("put", answer, _NOT_STORED, _KEPT) for answer in answers]
 
     def get(self, objects: Sequence[tuple[str, Parts]]) -> list[int]:

@@ -1,0 +1,261 @@
+"""`FolderIndex`: an SQLite database with the size and the last use of each object of a folder.
+
+Files decide which objects exist. The index only limits their bytes, so a wrong index cannot lead to
+a wrong object. It is written before a file is created and after a file is removed: a process that
+dies in between leaves an entry without a file, which is deleted when it is next considered for
+eviction.
+
+The symbolic link `.index` in the folder contains the name of the database. An index that is missing
+or damaged is replaced by a new database under another name, built from the files. Meanwhile other
+processes can read objects but not store any.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import quote
+
+from kvatlas.tier.stores.base import tenant_of
+from kvatlas.tier.stores.folder_files import is_object, objects_below
+
+T = TypeVar("T")
+ALL = "*"
+"""The key of the usage of all tenants together. No tenant can have this name."""
+VERSION = 1
+"""The version of the schema. A database with another version is replaced."""
+LOCK_TIMEOUT = 10.0
+"""Seconds to wait for another process, which may be suspended, to finish its transaction."""
+_LINK, _LOCK, _NAME = ".index", ".index.lock", re.compile(r"\.index-[0-9a-f]{16}\.db")
+_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_NOT_WRITTEN = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM)
+_SCHEMA = """
+CREATE TABLE objects (
+    name TEXT PRIMARY KEY, tenant TEXT, size INTEGER, used INTEGER, writing INTEGER
+) WITHOUT ROWID;
+CREATE INDEX oldest ON objects (used);
+CREATE INDEX oldest_of_tenant ON objects (tenant, used);
+CREATE TABLE usage (tenant TEXT PRIMARY KEY, nbytes INTEGER, objects INTEGER) WITHOUT ROWID;
+CREATE TRIGGER added AFTER INSERT ON objects BEGIN
+    INSERT INTO usage VALUES (new.tenant, new.size, 1), ('*', new.size, 1)
+    ON CONFLICT (tenant) DO UPDATE SET nbytes = nbytes + new.size, objects = objects + 1;
+END;
+CREATE TRIGGER removed AFTER DELETE ON objects BEGIN
+    UPDATE usage SET nbytes = nbytes - old.size, objects = objects - 1
+    WHERE tenant IN (old.tenant, '*');
+    DELETE FROM usage WHERE tenant = old.tenant AND objects = 0;
+END;
+"""
+"""`used` is the time of the last known use and `writing` that of the reservation, 0 for a finished
+object, both in nanoseconds since 1970."""
+
+
+class DamagedIndexError(Exception):
+    """The database cannot be used and must be replaced."""
+
+
+class FolderIndex:
+    """The index of one folder. Its transactions are safe between threads and processes.
+
+    >>> import tempfile
+    >>> root = Path(tempfile.mkdtemp())
+    >>> (root / "object").write_bytes(bytes(100))
+    100
+    >>> index = FolderIndex(root)
+    >>> index.write(lambda database: index.usage(database))
+    (100, 1)
+    >>> index.close()
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._link = root, root / _LINK
+        self._lock, self._process = threading.Lock(), os.getpid()
+        self._database: sqlite3.Connection | None = None
+        self._name = ""
+        """The name of the open database."""
+
+    def exists(self) -> bool:
+        """Return whether the folder has an index."""
+        return bool(self._current())
+
+    def write(self, act: Callable[[sqlite3.Connection], T]) -> T:
+        """Execute a function in a transaction that no other process can interleave.
+
+        Raises `OSError` if the database cannot be locked or written. If the database is damaged, it
+        is replaced, and `act` is called a second time.
+        """
+        if self._process != os.getpid():  # SQLite forbids the use of a connection after a fork
+            self._lock, self._process, self._database = threading.Lock(), os.getpid(), None
+        with self._lock:
+            try:
+                return self._transaction(act)
+            except DamagedIndexError:
+                try:
+                    self._replace()
+                    return self._transaction(act)
+                except DamagedIndexError as fault:
+                    raise OSError(f"the index cannot be built: {fault.__cause__}") from None
+
+    def usage(self, database: sqlite3.Connection, tenant: str = ALL) -> tuple[int, int]:
+        """Return the bytes and the number of objects of a tenant or of all tenants."""
+        found = database.execute("SELECT nbytes, objects FROM usage WHERE tenant = ?", (tenant,))
+        nbytes, objects = found.fetchone() or (0, 0)
+        if not isinstance(nbytes, int) or not isinstance(objects, int):
+            raise DamagedIndexError
+        return nbytes, objects
+
+    def rebuild(self) -> None:
+        """Replace the index by one that is built from the files."""
+        self.close()
+        with self._lock:
+            self._name = self._current()
+            self._replace()
+
+    def close(self) -> None:
+        """Close the database."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        if self._database is not None and self._process == os.getpid():
+            with suppress(sqlite3.Error):
+                self._database.close()
+        self._database = None
+
+    def _transaction(self, act: Callable[[sqlite3.Connection], T]) -> T:
+        with _failures():
+            database = self._connected()
+            database.execute("BEGIN IMMEDIATE")
+            try:
+                result = act(database)
+                database.execute("COMMIT")
+            except BaseException:
+                with suppress(sqlite3.Error):
+                    database.execute("ROLLBACK")
+                raise
+            return result
+
+    def _connected(self) -> sqlite3.Connection:
+        """Return the open database, after opening it if another process has replaced it."""
+        name = self._current()
+        if self._database is not None and name == self._name:
+            return self._database
+        self._close()
+        self._name = name
+        if not name or not is_object(self._root / name):
+            raise DamagedIndexError
+        database = _connect(self._root / name)
+        if database.execute("PRAGMA user_version").fetchone() != (VERSION,):
+            database.execute("BEGIN IMMEDIATE")  # wait for a process that builds the index
+            built = database.execute("PRAGMA user_version").fetchone() == (VERSION,)
+            database.execute("ROLLBACK")
+            if not built:
+                raise DamagedIndexError
+        self._database = database
+        return database
+
+    def _current(self) -> str:
+        """Return the name of the current database, or "" if there is none."""
+        try:
+            name = str(self._link.readlink())
+        except OSError:
+            return ""
+        return name if _NAME.fullmatch(name) else ""
+
+    def _replace(self) -> None:
+        """Build a new index, unless another process has already replaced the damaged one."""
+        self._close()
+        name = f".index-{secrets.token_hex(8)}.db"
+        with _failures(), _locked(self._root / _LOCK):
+            if self._current() != self._name:
+                return
+            os.close(os.open(self._root / name, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            database = _connect(self._root / name)
+            database.execute("PRAGMA journal_mode = WAL")
+            database.executescript(_SCHEMA)
+            database.execute("BEGIN IMMEDIATE")  # other processes wait for the COMMIT
+            unpublished = self._root / f"{name}.link"
+            unpublished.symlink_to(name)
+            unpublished.rename(self._link)
+            self._remove_others(name)
+        self._database, self._name = database, name
+        with _failures():
+            try:
+                database.executemany("INSERT INTO objects VALUES (?, ?, ?, ?, 0)", self._objects())
+                database.execute(f"PRAGMA user_version = {VERSION}")
+                database.execute("COMMIT")
+            except BaseException:
+                self._close()  # without its version, the database counts as damaged
+                raise
+
+    def _objects(self) -> Iterator[tuple[str, str, int, int]]:
+        for name, about in objects_below(self._root, self._root):
+            yield name, tenant_of(name), about.st_size, about.st_mtime_ns
+
+    def _remove_others(self, name: str) -> None:
+        """Remove older databases, and the files in which older releases counted bytes."""
+        for path in self._root.glob(".index-*"):
+            if not path.name.startswith(name):
+                path.unlink(missing_ok=True)
+        for path in self._root.glob(".used*"):
+            path.unlink(missing_ok=True)
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    address = f"file:{quote(str(path.absolute()))}?mode=rw"
+    database = sqlite3.connect(
+        address, LOCK_TIMEOUT, isolation_level=None, check_same_thread=False, uri=True
+    )
+    try:
+        # Objects are not flushed to disk either. A database that a power failure damages is built
+        # again.
+        database.execute("PRAGMA synchronous = OFF")
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Raise errors of SQLite as `OSError`, or as `DamagedIndexError` if a new database helps."""
+    try:
+        yield
+    except sqlite3.Error as fault:
+        code = getattr(fault, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+        if code in _BUSY:
+            problem = "another process or thread has locked the index"
+            raise TimeoutError(errno.ETIMEDOUT, problem) from None
+        if code in _NOT_WRITTEN:
+            raise OSError(errno.ENOSPC, f"the index cannot be written: {fault}") from None
+        raise DamagedIndexError from fault
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock in a file. Raises `TimeoutError` if another process does not release it."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    file, until = os.open(path, flags, 0o600), time.monotonic() + LOCK_TIMEOUT
+    try:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    problem = "another process is replacing the index"
+                    raise TimeoutError(errno.ETIMEDOUT, problem) from None
+                time.sleep(1e-3)
+        yield
+    finally:
+        os.close(file)
