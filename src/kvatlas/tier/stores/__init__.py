@@ -10,8 +10,8 @@ from kvatlas.tier.stores.redis import RedisStore
 
 __all__ = [
     "ABSENT",
-    "EncryptedStore",
     "BucketStore",
+    "EncryptedStore",
     "FolderStore",
     "HostStore",
     "KeyFolder",
