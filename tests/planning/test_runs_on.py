@@ -116,7 +116,7 @@ TOKEN = FullAttention(heads=2, head_dim=32, dtype="fp32")
 
 
 def tiny_granite() -> Model:
-    """4 attention layers with 512 bytes per token, and 8 recurrent layers with states of 137,216."""
+    """4 attention layers with 512 bytes per token, and 8 recurrent layers of 137,216 bytes."""
     layers: list[dict[str, Spec]] = [{"mixer": GRANITE}, {"attn": TOKEN}, {"mixer": GRANITE}]
     return model_of("tiny granite", *layers * 4)
 

@@ -244,6 +244,8 @@ def engine_config(model: str, connector: Any, options: dict[str, Any]) -> Any:
         "num_gpu_blocks_override": 256,
         "kv_transfer_config": connector,
     }
+    if "kv_cache_memory_bytes" in options:
+        del os.environ["VLLM_CPU_KVCACHE_SPACE"]  # which is whole GiB, and would win
     if "kv_events_config" in options:
         options = options | {"kv_events_config": KVEventsConfig(**options["kv_events_config"])}
     config = EngineArgs(model=model, **given | options).create_engine_config()
