@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,8 @@ def serve(
     if core.isdecimal():
         _bind(int(core))
     try:
+        if "TEST_IMPORTS" in environment:
+            import_module(environment["TEST_IMPORTS"])
         running = _Running(pipe, _start(model, connector, options))
     except BaseException as problem:
         pipe.send(("failed", f"{type(problem).__name__}: {problem}"))
@@ -355,6 +358,8 @@ class _Running:
             "warned": self.warned.said,
             "preempted": len(self.preempted),
             "block": self.engine.vllm_config.cache_config.block_size,
+            "blocks": pool.num_gpu_blocks,
+            "groups": len(self.scheduler.kv_cache_config.kv_cache_groups),
         }
         self.pipe.send(("facts", found))
 

@@ -101,7 +101,18 @@ def plan_engine(
             "no smaller block fits 99% of the requests of vLLM's plan",
             f"blocks of {own_block} tokens",
         )
+    if _crashes_on_cpu(vllm_config, states, made.block_size):
+        got = f"max_num_batched_tokens {batch}, blocks of {made.block_size} tokens"
+        raise _declined("on a CPU, vLLM crashes in prefills longer than a block", got)
     return made
+
+
+def _crashes_on_cpu(vllm_config: Any, states: Mapping[str, Any], block: int) -> bool:
+    """Return whether a prefill would save a state in its middle, which vLLM's CPU kernel cannot."""
+    on_cpu = getattr(vllm_config.device_config, "device_type", None) == "cpu"
+    saves = any(spec.num_prefill_checkpoint_blocks for spec in states.values())
+    longest = vllm_config.scheduler_config.max_num_batched_tokens
+    return on_cpu and saves and _cache_mode(states) and longest > block
 
 
 def check_engine(vllm_config: Any, specs: Mapping[str, Any]) -> None:
