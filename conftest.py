@@ -8,10 +8,13 @@ _OF_VLLM = (
     "connector.py",
     "connector_stats.py",
     "published_events.py",
+    "planner_0_32.py",
+    "planner_core.py",
     "registered_caches.py",
 )
 collect_ignore = [
-    f"src/kvatlas/engines/vllm/{name}" for name in _OF_VLLM if find_spec("vllm") is None
+    "src/kvatlas/engines/vllm/planner_0_33.py",  # vLLM 0.33, which no environment has
+    *(f"src/kvatlas/engines/vllm/{name}" for name in _OF_VLLM if find_spec("vllm") is None),
 ]
 
 

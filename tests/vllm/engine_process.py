@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.vllm.connector_pulls import bytes_on_their_way, bytes_pulled, pulls
+
 START_SECONDS = 300.0
 ANSWER_SECONDS = 180.0
 
@@ -320,7 +322,7 @@ class _Running:
                 self._step()
 
     def _step(self) -> None:
-        pulling, begun = bool(_pulls()), time.perf_counter()
+        pulling, begun = bool(pulls()), time.perf_counter()
         outputs = self.engine.step()
         self.taken.append((time.perf_counter() - begun, len(outputs), pulling))
         requests = self.scheduler.requests.items()
@@ -353,8 +355,8 @@ class _Running:
         found = {
             "free": pool.get_num_free_blocks(),
             "requests": len(self.scheduler.requests),
-            "moving": _bytes_on_their_way(),
-            "pulled": _bytes_pulled(),
+            "moving": bytes_on_their_way(),
+            "pulled": bytes_pulled(),
             "warned": self.warned.said,
             "preempted": len(self.preempted),
             "block": self.engine.vllm_config.cache_config.block_size,
@@ -381,27 +383,3 @@ class _Warned(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.said = record.getMessage()
-
-
-def _bytes_on_their_way() -> int:
-    """What has arrived so far of requests that have not arrived as a whole."""
-    return sum(one.transfer.moved for one in _pulls() if one.transfer is not None)
-
-
-def _bytes_pulled() -> int:
-    """Bytes that the connector of this process has read from other engines."""
-    worker = _worker()
-    return 0 if worker is None else int(worker.node.metrics.values["bytes"])
-
-
-def _pulls() -> list[Any]:
-    """Requests that the connector of this process is reading."""
-    worker = _worker()
-    return [] if worker is None else list(worker._pulls.values())
-
-
-def _worker() -> Any:
-    """The connector's worker side; None without the connector."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-    return getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None

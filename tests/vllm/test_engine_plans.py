@@ -14,7 +14,7 @@ from tests.vllm.models import checkpoint
 from tests.vllm.packed_engines import HEADER, PLAIN, Figures, ask, planned_engine
 
 CASES: tuple[tuple[str, bool, int, tuple[str, ...]], ...] = (
-    ("granite_packed", True, 64, ("atlas", "atlas,pack=2")),
+    ("granite_packed", True, 64, ("atlas",)),
 )
 """Models, prefix caching, tokens at once, and plans to compare with vLLM's own."""
 if DEEP:

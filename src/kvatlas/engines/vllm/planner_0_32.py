@@ -14,13 +14,13 @@ from typing import Any
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine import core
 
-from kvatlas.engines.vllm.planner import PlannerSetting, checked, replace_once
 from kvatlas.engines.vllm.planner_core import (
     Configs,
     choose_configs,
     install_in_workers,
     with_packed_layout,
 )
+from kvatlas.engines.vllm.planner_hooks import PlannerSetting, checked, replace_once
 
 _GROUPS: ContextVar[list[Any] | None] = ContextVar("groups", default=None)
 """The groups of the plan, while vLLM makes the configs of these groups."""

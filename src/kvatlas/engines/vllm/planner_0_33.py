@@ -9,13 +9,13 @@ from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_planning import DefaultKVCacheConfigBuilder
 from vllm.v1.engine import core
 
-from kvatlas.engines.vllm.planner import PlannerSetting, checked, refuse_release, replace_once
 from kvatlas.engines.vllm.planner_core import (
     Configs,
     choose_configs,
     install_in_workers,
     with_packed_layout,
 )
+from kvatlas.engines.vllm.planner_hooks import PlannerSetting, checked, refuse_release, replace_once
 
 _VLLMS_OWN = "vllm.v1.core.kv_cache_planning.DefaultKVCacheConfigBuilder"
 

@@ -20,7 +20,7 @@ from kvatlas.engines.vllm.planned_groups import (
     plan_engine,
     planned_groups,
 )
-from kvatlas.engines.vllm.planner import PlannerSetting, checked, log, replace_once
+from kvatlas.engines.vllm.planner_hooks import PlannerSetting, checked, log, replace_once
 from kvatlas.errors import AtlasError
 from kvatlas.planning import Plan
 
