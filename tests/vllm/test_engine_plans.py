@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.engine import core
 
+from kvatlas import AtlasError, Code
+from kvatlas.engines.vllm.planner import install
+from kvatlas.engines.vllm.planner_hooks import PlannerSetting
 from tests.profiles import DEEP
 from tests.vllm.comparing import CLOSE, assert_same, atlas, difference, prompt, split
 from tests.vllm.models import checkpoint
@@ -96,3 +102,50 @@ def test_hand_overs_between_packed_and_plain_engines(caching: bool, checkpoints:
             for way in ((packed, plain), (plain, packed)):
                 tokens = prompt(length, seed=number + 7 * (way[0] is packed))
                 assert_same(alone.generate(tokens), split(*way, tokens), (length, caching))
+
+
+RANKS: dict[str, dict[str, Any]] = {
+    "tp": {"tensor_parallel_size": 2},
+    "pp": {
+        "pipeline_parallel_size": 2,
+        "enforce_eager": False,  # as in `comparing`: without it a stage has no buffer on a CPU
+        "compilation_config": {"mode": 1},
+    },
+}
+
+
+@pytest.mark.parametrize("ranks", list(RANKS) if DEEP else [])
+def test_several_ranks(ranks: str, checkpoints: Path) -> None:
+    """Each rank is a process, which reports its kernels to the engine core and adopts the plan."""
+    model = checkpoint("granite_packed", checkpoints)
+    with planned_engine(model, PLAIN, caching=True) as made:
+        right = ask(made, PLAIN)
+    with planned_engine(model, "atlas", caching=True, **RANKS[ranks]) as made:
+        got = ask(made, "atlas")
+    assert got.block == 64
+    for key, answer in right.answers.items():
+        assert_same(answer, got.answers[key], (ranks, key))
+
+
+@pytest.mark.parametrize("changed", ["get_kv_cache_groups", "_pool_bytes_per_block"])
+def test_another_signature_is_refused(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vLLM 0.32 whose functions are not those that the planner knows; nothing is replaced."""
+    if not vllm.__version__.startswith("0.32"):
+        pytest.skip("vLLM 0.33 has a hook for builders")
+    from kvatlas.engines.vllm.planner_0_32 import install_planner
+
+    before = core.get_kv_cache_configs
+    monkeypatch.setattr(kv_cache_utils, changed, kv_cache_utils.get_uniform_page_size)
+    with pytest.raises(AtlasError, match=r"expected .*\(vllm_config, kv_cache_") as refusal:
+        install_planner(PlannerSetting(on=True))
+    assert refusal.value.code is Code.ENGINE_REFUSES
+    assert core.get_kv_cache_configs is before
+
+
+def test_an_unknown_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.34.0")
+    monkeypatch.setenv("KVATLAS_PLAN", "atlas")
+    with pytest.raises(AtlasError, match=r"vLLM 0\.34\.0"):
+        install()
+    monkeypatch.delenv("KVATLAS_PLAN")
+    install()  # switched off, it does nothing

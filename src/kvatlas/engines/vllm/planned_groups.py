@@ -69,7 +69,7 @@ def plan_engine(
 
     - `specs`: vLLM's spec of every layer of the model.
     - `kernels`: the blocks that kernels read, by the name of each attention layer.
-    - `memory`: bytes for caches on the rank that has the fewest.
+    - `memory`: bytes for caches on the rank that has the fewest, times the pipeline stages.
     - `release`: the release of vLLM, such as `0.32`.
     """
     check_engine(vllm_config, specs)
@@ -137,6 +137,11 @@ def check_engine(vllm_config: Any, specs: Mapping[str, Any]) -> None:
         )
     if vllm_config.model_config.original_max_model_len == -1:
         raise _declined("the longest request depends on the plan", "max_model_len=-1")
+    if getattr(vllm_config.model_config, "supports_kv_cache_grouping", False):
+        raise _declined("the model groups its layers itself", "SupportsKVCacheGrouping")
+    connector = getattr(vllm_config.kv_transfer_config, "kv_connector", None)
+    if connector not in (None, "KVAtlasConnector"):
+        raise _declined("the connector was not tested with packed blocks", str(connector))
     padded = [
         name
         for name, spec in specs.items()
@@ -163,7 +168,7 @@ def _model(served: ServedModel, specs: Mapping[str, AnySpec]) -> Model:
 def _backend(name: str, kernels: KernelBlocks | None) -> Backend:
     """Return the backend of an attention layer, with the blocks that this engine reported."""
     known = BACKENDS.get(kernels.backend) if kernels else None
-    if kernels is None or known is None:
+    if kernels is None or known is None or not kernels.sizes:
         got = f"{kernels.backend if kernels else 'no backend'} in {name}"
         raise _declined("the attention backend is unknown", got)
     sizes = {"sizes": kernels.sizes, "multiples": kernels.multiples}

@@ -55,25 +55,23 @@ def choose_configs(
         for one in specs:
             kernels |= getattr(one, "kernels", {})
         merged = engine_layers(specs)
-        about = {"memory": min(memory), "release": release, "pack": setting.pack or "auto"}
+        stages = vllm_config.parallel_config.pipeline_parallel_size
+        about = {"memory": min(memory) * stages, "release": release, "pack": setting.pack or "auto"}
         made = plan_engine(vllm_config, merged, kernels, **about)  # type: ignore[arg-type]
         ours = build(groups_of(made, merged))
-        alone = vllm_config.parallel_config.pipeline_parallel_size == 1
         for config in ours:
-            check_placement(
-                config, made if alone and config.num_blocks == made.num_blocks else None
-            )
+            check_placement(config, made if stages == 1 else None)
     except (AtlasError, ValueError) as refusal:  # vLLM raises ValueError for too little memory
         log.warning("%s", _reason(refusal))
         return theirs
     fits = [get_max_concurrency_for_kv_cache_config(vllm_config, c[0]) for c in (ours, theirs)]
-    described = " ".join(
-        (_figures("The plan has", ours, fits[0]), _figures("vLLM's plan has", theirs, fits[1]))
-    )
+    mine, own = _figures(ours, fits[0]), _figures(theirs, fits[1])
+    described = f"The plan of kvatlas has {mine}. vLLM's plan has {own}."
     if fits[0] < PROMISE * fits[1]:
         log.warning("vLLM keeps its own plan, which fits more requests. %s", described)
         return theirs
     log.info("vLLM runs a plan of kvatlas. %s", described)
+    adopt_block_sizes(vllm_config, ours[0])
     return ours
 
 
@@ -83,7 +81,7 @@ def _reason(refusal: Exception) -> str:
     return f"vLLM keeps its own plan: {refusal}"
 
 
-def _figures(who: str, configs: Configs, requests: float) -> str:
+def _figures(configs: Configs, requests: float) -> str:
     config = configs[0]
     block = min(
         group.kv_cache_spec.block_size
@@ -91,8 +89,8 @@ def _figures(who: str, configs: Configs, requests: float) -> str:
         if not isinstance(group.kv_cache_spec, MambaSpec)
     )
     return (
-        f"{who} blocks of {block:,} tokens, {config.num_blocks:,} blocks, "
-        f"{len(config.kv_cache_groups)} groups, and fits {requests:.1f} requests of max_model_len."
+        f"blocks of {block:,} tokens, {config.num_blocks:,} blocks, "
+        f"{len(config.kv_cache_groups)} groups, and fits {requests:.1f} requests of max_model_len"
     )
 
 
@@ -166,9 +164,9 @@ def kernel_blocks(vllm_config: Any) -> dict[str, KernelBlocks]:
 
 
 def adopt_block_sizes(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Set the block sizes of a worker's config to those of its caches.
+    """Set the block sizes of a process's config to those of its caches.
 
-    The engine core does the same in its process. Some runners read the block of recurrent states
+    Every worker has a config, and some runners read the block of recurrent states
     from the config.
     """
     cache = vllm_config.cache_config
