@@ -56,8 +56,14 @@ def choose_configs(
             kernels |= getattr(one, "kernels", {})
         merged = engine_layers(specs)
         stages = vllm_config.parallel_config.pipeline_parallel_size
-        about = {"memory": min(memory) * stages, "release": release, "pack": setting.pack or "auto"}
-        made = plan_engine(vllm_config, merged, kernels, **about)  # type: ignore[arg-type]
+        made = plan_engine(
+            vllm_config,
+            merged,
+            kernels,
+            memory=min(memory) * stages,
+            release=release,
+            pack=setting.pack or "auto",
+        )
         ours = build(groups_of(made, merged))
         for config in ours:
             check_placement(config, made if stages == 1 else None)
