@@ -284,12 +284,9 @@ test-vllm-deep: $(VLLM)/.installed  ## Workers that are killed, and many request
 	HYPOTHESIS_PROFILE=deep $(VLLM)/bin/python -m pytest -s \
 		$(or $(TESTS),tests/vllm/test_killed_workers.py tests/vllm/test_engine_thousand.py)
 
-# All models, packs and ranks, next to plain vLLM; the tables are printed. VLLM_PYTHON is a folder with
-# the Python files of vLLM 0.33 over the compiled files of .venv-vllm, as for record-vllm.
+# All models, packs and ranks, next to plain vLLM; the tables are printed.
 test-vllm-plans: $(VLLM)/.installed  ## vLLM runs plans of kvatlas: tokens next to its own plan, in about ten minutes
-	HYPOTHESIS_PROFILE=deep PYTHONPATH=src:.$(if $(VLLM_PYTHON),:$(VLLM_PYTHON)) \
-		$(if $(VLLM_PYTHON),VLLM_TARGET_DEVICE=cpu) $(VLLM)/bin/python -m pytest -s \
-		$(or $(TESTS),tests/vllm/test_engine_plans.py)
+	HYPOTHESIS_PROFILE=deep $(VLLM)/bin/python -m pytest -s $(or $(TESTS),tests/vllm/test_engine_plans.py)
 
 demo-vllm:  ## Two vLLM engines of unlike block size and tp, one prompt: what moves between them
 	@if $(MAKE) --no-print-directory $(VLLM)/.installed; then \

@@ -13,8 +13,7 @@ _OF_VLLM = (
     "registered_caches.py",
 )
 collect_ignore = [
-    "src/kvatlas/engines/vllm/planner_0_33.py",  # vLLM 0.33, which no environment has
-    *(f"src/kvatlas/engines/vllm/{name}" for name in _OF_VLLM if find_spec("vllm") is None),
+    f"src/kvatlas/engines/vllm/{name}" for name in _OF_VLLM if find_spec("vllm") is None
 ]
 
 

@@ -6,12 +6,7 @@ from typing import Any
 
 from vllm.v1.core import kv_cache_utils
 
-try:
-    from vllm.v1.core import kv_cache_planning as planning
-except ImportError:  # before 0.33
-    planning = kv_cache_utils
-
-_original = planning.get_kv_cache_config_from_groups
+_original = kv_cache_utils.get_kv_cache_config_from_groups
 
 
 def get_kv_cache_config_from_groups(
@@ -24,4 +19,4 @@ def get_kv_cache_config_from_groups(
     return made
 
 
-planning.get_kv_cache_config_from_groups = get_kv_cache_config_from_groups
+kv_cache_utils.get_kv_cache_config_from_groups = get_kv_cache_config_from_groups

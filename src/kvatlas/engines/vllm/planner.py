@@ -25,10 +25,8 @@ def install() -> None:
     import vllm
 
     release = ".".join(vllm.__version__.split(".")[:2])
-    if release == "0.32":
-        from kvatlas.engines.vllm.planner_0_32 import install_planner
-    elif release == "0.33":
-        from kvatlas.engines.vllm.planner_0_33 import install_planner
-    else:
+    if release != "0.32":
         raise refuse_release(f"vLLM {vllm.__version__}")
+    from kvatlas.engines.vllm.planner_0_32 import install_planner
+
     install_planner(setting)

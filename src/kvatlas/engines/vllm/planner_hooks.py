@@ -52,7 +52,7 @@ Set it to atlas or atlas,pack=N, or unset it. [bad_config]
 
 def refuse_release(got: str) -> AtlasError:
     """Return the error for a release of vLLM that the planner does not know."""
-    hint = f"Use vLLM 0.32 or 0.33, or unset {SETTING}"
+    hint = f"Use vLLM 0.32, or unset {SETTING}"
     problem = f"{SETTING} is set, but the planner does not know the planner of this vLLM"
     return AtlasError(Code.ENGINE_REFUSES, problem, got=got, hint=hint)
 
@@ -65,7 +65,7 @@ def checked(function: Callable[..., Any], *parameters: str) -> Callable[..., Any
     >>> checked(len, "object")
     Traceback (most recent call last):
     kvatlas.errors.AtlasError: KVATLAS_PLAN is set, but the planner does not know the planner of \
-this vLLM. Got len(obj), expected len(object). Use vLLM 0.32 or 0.33, or unset KVATLAS_PLAN. \
+this vLLM. Got len(obj), expected len(object). Use vLLM 0.32, or unset KVATLAS_PLAN. \
 [engine_refuses]
     """
     names = tuple(inspect.signature(function).parameters)
