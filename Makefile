@@ -285,7 +285,7 @@ test-vllm-deep: $(VLLM)/.installed  ## Workers that are killed, and many request
 		$(or $(TESTS),tests/vllm/test_killed_workers.py tests/vllm/test_engine_thousand.py)
 
 # All models, packs and ranks, next to plain vLLM; the tables are printed.
-test-vllm-plans: $(VLLM)/.installed  ## vLLM runs plans of kvatlas: tokens next to its own plan, in about ten minutes
+test-vllm-plans: $(VLLM)/.installed  ## vLLM runs plans of kvatlas: tokens and logprobs next to its own plan
 	HYPOTHESIS_PROFILE=deep $(VLLM)/bin/python -m pytest -s $(or $(TESTS),tests/vllm/test_engine_plans.py)
 
 demo-vllm:  ## Two vLLM engines of unlike block size and tp, one prompt: what moves between them
