@@ -44,7 +44,7 @@ endif
 # neighbouring tests run in one worker, so that most modules set up their fixtures once.
 PARALLEL = $(shell $(PY) -c "import os, xdist; print('--dist worksteal -n', os.cpu_count() + 1)" 2>/dev/null)
 
-.PHONY: demo tour ci test test-fast test-deep test-pool test-stream test-gpu test-lowest test-lowest-triton test-transformers test-architectures record-architectures test-vllm test-vllm-deep test-vllm-lifecycle record-vllm \
+.PHONY: demo tour ci test test-fast test-deep test-pool test-stream test-gpu test-lowest test-lowest-triton test-transformers test-architectures record-architectures test-vllm test-vllm-deep test-vllm-lifecycle test-vllm-plans record-vllm \
 	bench-vllm demo-vllm test-page map-gallery map-figures map-pictures \
 	test-kvcache-simulator test-dynamo hits lint lint-workflows bench bench-gpu docs docs-pairings demo-two-hosts wheel check-release format clean test-attack test-hosts test-long test-fleet soak
 
@@ -283,6 +283,10 @@ bench-vllm: $(VLLM)/.installed  ## What moving a request costs two vLLM engines,
 test-vllm-deep: $(VLLM)/.installed  ## Workers that are killed, and many requests in a row
 	HYPOTHESIS_PROFILE=deep $(VLLM)/bin/python -m pytest -s \
 		$(or $(TESTS),tests/vllm/test_killed_workers.py tests/vllm/test_engine_thousand.py)
+
+# All models, packs and ranks, next to plain vLLM; the tables are printed.
+test-vllm-plans: $(VLLM)/.installed  ## vLLM runs plans of kvatlas: tokens and logprobs next to its own plan
+	HYPOTHESIS_PROFILE=deep $(VLLM)/bin/python -m pytest -s $(or $(TESTS),tests/vllm/test_engine_plans.py)
 
 demo-vllm:  ## Two vLLM engines of unlike block size and tp, one prompt: what moves between them
 	@if $(MAKE) --no-print-directory $(VLLM)/.installed; then \

@@ -8,6 +8,8 @@ _OF_VLLM = (
     "connector.py",
     "connector_stats.py",
     "published_events.py",
+    "planner_0_32.py",
+    "planner_core.py",
     "registered_caches.py",
 )
 collect_ignore = [

@@ -109,10 +109,10 @@ INTERNAL: dict[str, str] = {
         geometry.address_arrays geometry.byte_sizes planning.plans
     """,
     "engines": """
-        geometry.integers planning.request routing.conversion specs.cell_formats
-        specs.scale_location tier.chained_keys tier.converting tier.hit tier.opening
-        tier.prefix_finder tier.store_hit tier.stored_positions tier.tier_events
-        wire.client.transfer_request
+        geometry.integers planning.engine_rules planning.policy_atlas planning.request
+        routing.conversion specs.cell_formats specs.scale_location tier.chained_keys
+        tier.converting tier.hit tier.opening tier.prefix_finder tier.store_hit
+        tier.stored_positions tier.tier_events wire.client.transfer_request
         wire.transports.nixl_agents
         copying.cuda_driver copying.device_marks copying.memory_copy
     """,

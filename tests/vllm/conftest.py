@@ -14,7 +14,7 @@ from tests.vllm.verdicts import Verdicts
 _NEED_VLLM = [
     "test_engine*.py", "test_describe.py", "test_event_traces.py", "test_hit_rates.py",
     "test_interface.py", "test_offload.py", "kv_cache_configs.py", "made_up_groups.py",
-    "preloaded.py",
+    "misplaced_pages.py", "overlapping_pages.py", "preloaded.py",
 ]  # fmt: skip
 collect_ignore_glob = [] if find_spec("vllm") else _NEED_VLLM
 

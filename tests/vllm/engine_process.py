@@ -15,9 +15,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from tests.vllm.connector_pulls import bytes_on_their_way, bytes_pulled, pulls
 
 START_SECONDS = 300.0
 ANSWER_SECONDS = 180.0
@@ -207,6 +210,8 @@ def serve(
     if core.isdecimal():
         _bind(int(core))
     try:
+        if "TEST_IMPORTS" in environment:
+            import_module(environment["TEST_IMPORTS"])
         running = _Running(pipe, _start(model, connector, options))
     except BaseException as problem:
         pipe.send(("failed", f"{type(problem).__name__}: {problem}"))
@@ -244,6 +249,8 @@ def engine_config(model: str, connector: Any, options: dict[str, Any]) -> Any:
         "num_gpu_blocks_override": 256,
         "kv_transfer_config": connector,
     }
+    if "kv_cache_memory_bytes" in options:
+        del os.environ["VLLM_CPU_KVCACHE_SPACE"]  # which is whole GiB, and would win
     if "kv_events_config" in options:
         options = options | {"kv_events_config": KVEventsConfig(**options["kv_events_config"])}
     config = EngineArgs(model=model, **given | options).create_engine_config()
@@ -315,7 +322,7 @@ class _Running:
                 self._step()
 
     def _step(self) -> None:
-        pulling, begun = bool(_pulls()), time.perf_counter()
+        pulling, begun = bool(pulls()), time.perf_counter()
         outputs = self.engine.step()
         self.taken.append((time.perf_counter() - begun, len(outputs), pulling))
         requests = self.scheduler.requests.items()
@@ -348,11 +355,13 @@ class _Running:
         found = {
             "free": pool.get_num_free_blocks(),
             "requests": len(self.scheduler.requests),
-            "moving": _bytes_on_their_way(),
-            "pulled": _bytes_pulled(),
+            "moving": bytes_on_their_way(),
+            "pulled": bytes_pulled(),
             "warned": self.warned.said,
             "preempted": len(self.preempted),
             "block": self.engine.vllm_config.cache_config.block_size,
+            "blocks": pool.num_gpu_blocks,
+            "groups": len(self.scheduler.kv_cache_config.kv_cache_groups),
         }
         self.pipe.send(("facts", found))
 
@@ -374,27 +383,3 @@ class _Warned(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.said = record.getMessage()
-
-
-def _bytes_on_their_way() -> int:
-    """What has arrived so far of requests that have not arrived as a whole."""
-    return sum(one.transfer.moved for one in _pulls() if one.transfer is not None)
-
-
-def _bytes_pulled() -> int:
-    """Bytes that the connector of this process has read from other engines."""
-    worker = _worker()
-    return 0 if worker is None else int(worker.node.metrics.values["bytes"])
-
-
-def _pulls() -> list[Any]:
-    """Requests that the connector of this process is reading."""
-    worker = _worker()
-    return [] if worker is None else list(worker._pulls.values())
-
-
-def _worker() -> Any:
-    """The connector's worker side; None without the connector."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-    return getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None

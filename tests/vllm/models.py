@@ -95,6 +95,36 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "position_embedding_type": "rope",
         },
     ),
+    # Four attention layers and eight states of 137,216 bytes: several pages fit in a block.
+    "granite_packed": (
+        "GraniteMoeHybridConfig",
+        {
+            **_DENSE,
+            **_MAMBA,
+            "mamba_d_state": 128,
+            "num_hidden_layers": 12,
+            "layer_types": ["mamba", "attention", "mamba"] * 4,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 256,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            **_DENSE,
+            "head_dim": 32,
+            "layers_block_type": ["linear_attention", "full_attention", "linear_attention"] * 4,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "n_groups": 1,
+            "ssm_state_size": 128,
+            "expand": 2,
+            "conv_kernel": 4,
+            "chunk_size": 32,
+        },
+    ),
     # The sizes that vLLM's CPU backend for MLA takes.
     "deepseek": (
         "DeepseekV2Config",

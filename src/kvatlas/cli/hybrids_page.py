@@ -39,14 +39,15 @@ kvatlas hybrids > docs/reference/data/hybrids.md
 | tokens | tokens that fit, in requests of {MAX_LEN:,} tokens, even if the model was trained for fewer |
 | 4k, 32k | users that fit while they decode, at 4,096 and 32,768 tokens |
 | way | storage of recurrent states: in blocks that otherwise hold N attention layers (`pack N`), or as in vLLM if no smaller block fits as many users |
+| runs | whether vLLM can run the plan of `atlas`; otherwise the block size of the plan that it can run (`--runs-on vllm`) |
 
 A refused plan shows its [error code](../errors.md).
 
 """  # noqa: E501
 _FIGURES = "block | padding | tokens | 4k | 32k"
 _PAGE += f"""\
-| model | tp | vLLM: {_FIGURES} | atlas: {_FIGURES} | way |
-|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|
+| model | tp | vLLM: {_FIGURES} | atlas: {_FIGURES} | way | runs |
+|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|--:|
 """
 
 T = TypeVar("T")
@@ -89,13 +90,23 @@ def _line(name: str, tp: int) -> str:
     way = way_of(ours) or "" if isinstance(ours, Plan) else ""
     if isinstance(ours, Plan) and isinstance(theirs, Plan) and ours.regions == theirs.regions:
         way = "vLLM's own"
-    cells = (name, str(tp), *_figures(theirs), *_figures(ours), way)
+    cells = (name, str(tp), *_figures(theirs), *_figures(ours), way, _runs(name, tp, ours))
     return f"| {' | '.join(cells)} |\n"
 
 
-def _plan(name: str, tp: int, policy: Policy) -> Plan | AtlasError:
+def _runs(name: str, tp: int, ours: Plan | AtlasError) -> str:
+    """Return whether vLLM runs a plan; if not, the block size of the plan that it can run."""
+    if isinstance(ours, AtlasError):
+        return ""
+    if not ours.summary()["not_runnable"]:
+        return "yes"
+    found = _plan(name, tp, "atlas", runs_on="vllm")
+    return f"{found.block_size:,}" if isinstance(found, Plan) else f"`{found.code}`"
+
+
+def _plan(name: str, tp: int, policy: Policy, runs_on: str | None = None) -> Plan | AtlasError:
     try:
-        return plan(name, memory=MEMORY, tp=tp, max_len=MAX_LEN, policy=policy)
+        return plan(name, memory=MEMORY, tp=tp, max_len=MAX_LEN, policy=policy, runs_on=runs_on)
     except AtlasError as refusal:
         return refusal
 

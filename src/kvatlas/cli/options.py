@@ -107,6 +107,7 @@ _CHIP = (
     "CUDA chip on which vLLM selects its kernels: sm80, sm90, sm100, ... [dim]By default that of "
     "--gpu, else only rules that hold on every chip apply.[/]"
 )
+_RUNS_ON = "Only plans that this engine can run: vllm, vllm@0.32, ... [dim]By default any plan.[/]"
 _REQUESTS = "Store recurrent states in a separate pool for this many requests."
 _STATES = (
     "Where to store recurrent states: shared (in the pool of attention), apart (in a separate "
@@ -181,6 +182,7 @@ class PlanOptions:
         ),
     ] = "auto"  # fmt: skip
     states: Annotated[str, _option(_STATES, _CACHE, "auto", "shared", "apart")] = "auto"
+    runs_on: Annotated[str | None, _option(_RUNS_ON, _CACHE, "vllm", *VERSIONED)] = None
     block_size: Annotated[
         int | None, _option("Tokens per block. Hybrid models may enlarge it.", _CACHE)
     ] = None

@@ -67,6 +67,9 @@ class Backend(msgspec.Struct, frozen=True):
     """Whether the block stride must be a multiple of a kernel block, if `multiples` is false."""
     packing: Packing | None = None
     """The packing of K and V in a page; None for the default of the cache dtype."""
+    strided: bool = False
+    """Whether kernels take any block stride, although the backend declares only layouts in which
+    the blocks of a layer are adjacent."""
 
     def takes(self, block: int) -> bool:
         """Return whether the backend supports blocks of `block` tokens, even if it splits them."""
@@ -81,6 +84,21 @@ class Backend(msgspec.Struct, frozen=True):
         if self.reads(block):
             return block
         return max((size for size in self.sizes if block % size == 0), default=None)
+
+    def with_strides(self) -> Backend:
+        """Return the backend with the layouts that an engine can give it by strides alone.
+
+        vLLM passes the strides of a plan to its kernels as they are, so a `strided` backend reads
+        blocks that are not adjacent.
+
+        >>> BACKENDS["CPU_ATTN"].with_strides().layouts
+        ('LBHNC', 'BLHNC')
+        """
+        if not self.strided:
+            return self
+        outermost = (f"BL{order[2:]}" for order in self.layouts if order.startswith("LB"))
+        layouts = tuple(dict.fromkeys((*self.layouts, *outermost)))
+        return msgspec.structs.replace(self, layouts=layouts)
 
 
 _FP8 = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
@@ -105,7 +123,8 @@ BACKENDS: dict[str, Backend] = {
             layouts=("LBNHC",), caches=_TURBO,
         ),
         Backend(
-            "CPU_ATTN", "dense", (32,), layouts=("LBHNC",), caches=_FP8, packing="transposed"
+            "CPU_ATTN", "dense", (32,), layouts=("LBHNC",), caches=_FP8, packing="transposed",
+            strided=True,
         ),
         Backend("ROCM_ATTN", "dense", (16,), layouts=("LHBNC", "LBHNC"), caches=_FP8),
         Backend("ROCM_AITER_FA", "dense", (16,), layouts=("LBHNC", "LHBNC"), caches=_FP8),

@@ -23,9 +23,18 @@ from kvatlas.planning.request import PlanRequest
 PROMISE = 0.99
 """The minimum fraction of vLLM's number of requests that a plan must fit."""
 LENGTHS = 32_768
-"""The promise holds at least up to this request length in tokens, even if `max_len` is less."""
+"""The promise holds at least up to this request length in tokens, even if `max_len` is less. A plan
+that an engine must run is an exception: there it ends at `max_len`."""
 MOST_LENGTHS = 1 << 20
 """The request length in tokens up to which all results of `steps` are compared."""
+
+
+def longest_promised(request: PlanRequest) -> int:
+    """Return the request length, in tokens, up to which a plan keeps the promise.
+
+    An engine accepts no request above `max_len`, so a plan for an engine makes no promise there.
+    """
+    return request.max_len if request.runs_on else max(request.max_len, LENGTHS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +60,11 @@ class Capacity:
 def steps(groups: Iterable[Group], request: PlanRequest) -> NDArray[np.int64]:
     """Return the request lengths, in tokens, at which a request starts to need one more block.
 
-    The lengths of all groups are included. The range ends at `max_len` or `LENGTHS`, whichever is
-    larger. Of the lengths above `MOST_LENGTHS`, only `max_len` is included, because fixed costs no
-    longer matter at such lengths.
+    The lengths of all groups are included. The range ends at `longest_promised`. Of the lengths
+    above `MOST_LENGTHS`, only `max_len` is included, because fixed costs no longer matter at such
+    lengths.
     """
-    longest = min(max(request.max_len, LENGTHS), MOST_LENGTHS)
+    longest = min(longest_promised(request), MOST_LENGTHS)
     sizes = {group.block * request.dcp for group in groups if group.kind != "recurrent"}
     starts = [np.arange(1, longest + 1, size, dtype=np.int64) for size in sizes]
     return np.concatenate([*starts, [longest, request.max_len]])

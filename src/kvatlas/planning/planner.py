@@ -13,7 +13,13 @@ from kvatlas.geometry.integers import integer, natural, positive
 from kvatlas.models import Model
 from kvatlas.planning.applied_rules import applied_checkpoints
 from kvatlas.planning.backends import EVERY_ORDER, backends_of, packed_for
-from kvatlas.planning.engine_rules import NEWEST, checked_chip, split_policy
+from kvatlas.planning.engine_rules import (
+    NEWEST,
+    RELEASES,
+    EngineRules,
+    checked_chip,
+    split_policy,
+)
 from kvatlas.planning.plans import Plan
 from kvatlas.planning.policy_atlas import plan_atlas
 from kvatlas.planning.policy_vllm import plan_uniform, plan_vllm
@@ -45,6 +51,7 @@ def plan(
     prefix_caching: bool = True,
     requests: int | None = None,
     states: Literal["auto", "shared", "apart"] = "auto",
+    runs_on: str | None = None,
 ) -> Plan:
     """Plan where a model's caches are stored in `memory` bytes per rank.
 
@@ -62,6 +69,8 @@ def plan(
     - `states`: where hybrids store recurrent states under policy atlas. `"shared"` is the pool of
       attention, `"apart"` a separate pool for the states of `requests` requests, and `"auto"` is
       `"shared"` if possible.
+    - `runs_on`: an engine that must be able to run the plan of policy atlas: `"vllm"` or
+      `"vllm@0.32"`. The plan then has one pool and whole states, and the rules of that release.
 
     >>> made = plan("Qwen3.5-397B-A17B", memory="60GiB", tp=2, policy="vllm")
     >>> made.block_size, made.num_blocks
@@ -69,11 +78,15 @@ def plan(
     >>> made = plan("Qwen3.5-397B-A17B", memory="60GiB", tp=2, policy="vllm@0.33", chip="sm90")
     >>> made.block_size, made.num_blocks
     (2112, 1985)
+    >>> plan("Qwen3.5-397B-A17B", memory="60GiB", tp=2, runs_on="vllm@0.32").block_size
+    704
     """
     makers = {"atlas": plan_atlas, "vllm": plan_vllm, "uniform": plan_uniform}
     name, rules = split_policy(policy) if isinstance(policy, str) else (policy, NEWEST)
     _check_word("policy", name, tuple(makers))
     maker, chip = makers[name], checked_chip(chip)
+    if runs_on is not None:
+        rules = _engine_rules(runs_on, name, apart=states == "apart" or requests is not None)
     _check_word("states", states, ("auto", "shared", "apart"))
     loaded = Model.load(model)
     if not loaded.layers:
@@ -101,6 +114,8 @@ def plan(
         # Two batches are in flight at once, and one more for each additional stage.
         in_flight = _BATCHED_TOKENS * (pp + 1)
     backends = backends_of(loaded, backend, rules=rules, chip=chip, tp=tp)
+    if runs_on is not None:
+        backends = {name: one and one.with_strides() for name, one in backends.items()}
     loaded = packed_for(loaded, backends)
     request = PlanRequest(
         model=loaded,
@@ -122,6 +137,7 @@ def plan(
         chip=chip,
         checkpoints=applied_checkpoints(loaded, rules, chip) if prefix_caching else {},
         requests=None if requests is None else positive(requests, "the number of requests"),
+        runs_on=runs_on,
     )
     try:
         return maker(request)
@@ -129,6 +145,25 @@ def plan(
         if refusal.code not in _UNSOUND:
             raise
         raise _order_refused(request, maker, refusal) from refusal
+
+
+def _engine_rules(runs_on: object, policy: str, *, apart: bool) -> EngineRules:
+    """Return the rules of the engine that `runs_on` names.
+
+    `apart` is whether the caller asks for a separate pool of states, which no engine can run.
+    """
+    engine, rules = split_policy(runs_on) if isinstance(runs_on, str) else ("", NEWEST)
+    if engine != "vllm":
+        problem = "There is no such engine to run a plan on"
+        names = ("vllm", *(f"vllm@{release}" for release in RELEASES))
+        hint = f"Use one of {', '.join(map(repr, names))}"
+        raise AtlasError(Code.UNKNOWN_POLICY, problem, got=repr(runs_on), hint=hint)
+    if policy != "atlas" or apart:
+        got = f"policy={policy!r}" if policy != "atlas" else "a separate pool of states"
+        problem = "runs_on selects among plans of policy atlas with one pool"
+        hint = "Omit runs_on=, or omit policy=, states= and requests="
+        raise AtlasError(Code.CONTRADICTORY, problem, got=f"runs_on with {got}", hint=hint)
+    return rules
 
 
 def default_length(model: Model) -> int:

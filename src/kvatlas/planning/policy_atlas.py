@@ -11,6 +11,8 @@ differ in three cases:
   Attention and states share one pool. A separate pool of states would fix the number of
   requests, so it is used only if the caller asks for it (`states="apart"`, `requests=`) or no
   block can hold both. `pack=N` packs N attention layers into each page instead.
+  `runs_on=` demands a plan that vLLM can run: states are whole, in one pool, blocks are those that
+  kernels read, and the promise ends at `max_len`, because the engine accepts no longer request.
 - **Layouts.** Groups with different pages can overlay each other in any block-outermost
   layout, because a block id belongs to one group at a time. If the caller requests a layout
   that would interleave the blocks of different pages, each group gets a separate pool.
@@ -22,27 +24,18 @@ differ in three cases:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from itertools import islice
-from math import lcm
-
-import msgspec
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Layout
 from kvatlas.geometry.integers import ceil_div
-from kvatlas.planning.backends import ANY_ORDER, EVERY_ORDER, smallest_common_block
-from kvatlas.planning.block_size import (
-    DEFAULT_BLOCK,
-    BlockSize,
-    checkpoint_multiple,
-    kernel_multiple,
-    kernel_size,
-    used_backends,
-)
-from kvatlas.planning.capacity import LENGTHS, PROMISE, Capacity, Share, capacity_of, least_share
-from kvatlas.planning.grouping import GroupDraft, alike, by_tokens, dealt, group_layers
+from kvatlas.planning.backends import ANY_ORDER, EVERY_ORDER
+from kvatlas.planning.block_size import BlockSize, kernel_size, used_backends
+from kvatlas.planning.capacity import PROMISE, Share, longest_promised
+from kvatlas.planning.grouping import GroupDraft, by_tokens, group_layers
+from kvatlas.planning.hybrid_models import Hybrid, Yardstick
+from kvatlas.planning.hybrid_packs import packed, packed_to_run, packs, plural
 from kvatlas.planning.layout_resolution import (
     layers_in_layout,
     resolve_order,
@@ -58,13 +51,11 @@ from kvatlas.planning.placing import (
     make_plan,
     not_enough,
 )
-from kvatlas.planning.plan_data import DECODING
 from kvatlas.planning.plans import Plan
 from kvatlas.planning.policy_vllm import draft_vllm
 from kvatlas.planning.request import PlanRequest
-from kvatlas.planning.shared_blocks import MOST_TABLES, SharedBlock, SharedBlockSearch
+from kvatlas.planning.shared_blocks import MOST_TABLES, SharedBlock
 from kvatlas.planning.sized_layers import SizedLayer, size_layers
-from kvatlas.planning.topology import check_vllm_topology
 
 _MOST_TRIES = 16
 """Number of drafts with shared blocks to try before the planner falls back to vLLM's plan."""
@@ -90,6 +81,8 @@ def plan_atlas(request: PlanRequest) -> Plan:
             got=f"pack={request.pack} for {request.model.name}",
             hint="Omit pack=",
         )
+    if request.runs_on:
+        return make_plan(request, draft_vllm(request), policy="atlas")
     draft = PlanDraft(tuple(_pools(layers, layout)), size, orders)
     if request.layout is None:
         theirs = Yardstick(request, unplaced)  # without states, vLLM has the same block size
@@ -108,13 +101,22 @@ def _layout(
     hybrid.
     """
     preferred = request.layout
-    if preferred is None and hybrid and request.pack == "auto":
+    if preferred is None and hybrid and (request.pack == "auto" or request.runs_on):
         # In a block-outermost layout, pages of any shape can share blocks.
-        preferred = next((order for order in orders if Layout(order).block_outermost), None)
+        preferred = next((order for order in orders if _shares_blocks(order, request)), None)
     elif preferred is None:
         one = (order for order in orders if len(_pools(layers, Layout(order))) == 1)
         preferred = next(one, None)
     return resolve_order(orders, preferred)
+
+
+def _shares_blocks(order: str, request: PlanRequest) -> bool:
+    """Return whether attention and states can share blocks in a layout.
+
+    In an engine, each page must also be contiguous.
+    """
+    layout = Layout(order)
+    return layout.block_outermost and (layout.page_contiguous or not request.runs_on)
 
 
 def _pools(layers: list[SizedLayer], layout: Layout) -> list[PoolDraft]:
@@ -142,127 +144,11 @@ def _pools(layers: list[SizedLayer], layout: Layout) -> list[PoolDraft]:
     return [PoolDraft((group,), layout) for group in groups]
 
 
-class Yardstick:
-    """vLLM's plan for a request, with which other plans are compared."""
-
-    def __init__(self, request: PlanRequest, layers: list[SizedLayer] | None = None) -> None:
-        self.request = request
-        self.refusal: AtlasError | None = None
-        self.draft: PlanDraft | None = None
-        try:
-            self.draft = draft_vllm(msgspec.structs.replace(request, layout=None), layers=layers)
-        except AtlasError as refusal:
-            self.refusal = refusal
-
-    @cached_property
-    def capacity(self) -> Capacity | None:
-        """The capacity of vLLM's plan; None if vLLM has no plan or memory is too small for it."""
-        try:
-            return capacity_of(self.request, self.draft) if self.draft else None
-        except AtlasError as refusal:
-            if refusal.code is not Code.NOT_ENOUGH_MEMORY:
-                raise
-            return None
-
-    def share(self, draft: PlanDraft) -> Share:
-        """Return how many requests a draft fits, divided by the number that vLLM's plan fits.
-
-        The result is the smallest ratio over all request lengths.
-        """
-        mine = capacity_of(self.request, draft)
-        if self.capacity is None:
-            return Share(1.0, self.request.max_len, DECODING)
-        return least_share(mine, self.capacity, self.request)
-
-    @property
-    def block(self) -> int:
-        """Block size of vLLM's plan in tokens; 0 if vLLM has no plan."""
-        return self.draft.size.tokens if self.draft else 0
-
-    @property
-    def sentence(self) -> str:
-        """A sentence about vLLM's block size, for the reasons of a plan."""
-        if self.draft is None:
-            code = self.refusal.code if self.refusal else ""
-            return f"vLLM has no plan for this model, so there is nothing to compare with ({code})."
-        try:
-            check_vllm_topology(self.request.model, self.request.tp, self.request.dcp)
-        except AtlasError as refusal:
-            return (
-                f"vLLM does not support this topology: {refusal.got}. If it did, its block size "
-                f"would be {self.block:,} tokens."
-            )
-        return f"vLLM's block size is {self.block:,} tokens."
-
-
-@dataclass(frozen=True)
-class Hybrid:
-    """A model with both attention and recurrent layers, and the settings of its plan."""
-
-    request: PlanRequest
-    attention: list[SizedLayer]
-    states: list[SizedLayer]
-    layout: Layout
-    orders: tuple[str, ...]
-    size: BlockSize
-    """The block size that kernels need, regardless of states."""
-
-    @cached_property
-    def theirs(self) -> Yardstick:
-        """The plan of vLLM for the same request, for comparison."""
-        return Yardstick(self.request)
-
-    @cached_property
-    def search(self) -> SharedBlockSearch:
-        """The search for blocks that attention and states can share."""
-        request = self.request
-        step = request.block_size or smallest_common_block(used_backends(request), DEFAULT_BLOCK)
-        step = lcm(step, checkpoint_multiple(request))
-        layers, theirs = [*self.attention, *self.states], self.theirs.draft
-        return SharedBlockSearch(request, layers, step=step, theirs=theirs)
-
-    @property
-    def can_pack(self) -> bool:
-        """Whether a page can hold either several attention layers or one recurrent state."""
-        striped = not self.layout.page_contiguous and not self.layout.block_outermost
-        uniform = alike(self.attention) and alike(self.states)
-        return uniform and not (striped and self.attention[0].page.heads > 1)
-
-    @property
-    def most_packed(self) -> int:
-        """The largest useful number of attention layers per page (`pack`).
-
-        A larger pack would not make blocks smaller. The result may exceed the number of attention
-        layers; the rest of the page is then padding.
-        """
-        smallest = self.packed_step * self.token
-        return max(len(self.attention), ceil_div(self.largest_state, smallest))
-
-    @property
-    def packed_step(self) -> int:
-        """The number of tokens of which the block size of a packed plan is a multiple."""
-        step = kernel_multiple(self.request, self.request.block_size or DEFAULT_BLOCK)
-        return lcm(step, checkpoint_multiple(self.request))
-
-    @property
-    def largest_state(self) -> int:
-        """Bytes of the largest recurrent state of a layer on one rank."""
-        return max(layer.nbytes for layer in self.states)
-
-    @property
-    def token(self) -> int:
-        """Bytes per token of one attention layer on one rank."""
-        return self.attention[0].page.unpadded // self.attention[0].block
-
-    def draft(self, pools: list[PoolDraft], tokens: int, *reasons: str) -> PlanDraft:
-        """Return a draft with the given pools, a block size of `tokens`, and the reasons for it."""
-        return PlanDraft(tuple(pools), BlockSize(tokens, reasons=reasons), self.orders)
-
-
 def _plan_hybrid(hybrid: Hybrid) -> Plan:
     request = hybrid.request
     if request.pack != "auto":
-        if not hybrid.can_pack or not 1 <= request.pack <= hybrid.most_packed:
+        fits = hybrid.can_pack and 1 <= request.pack <= hybrid.most_packed
+        if not fits or (request.runs_on and not _shares_blocks(hybrid.layout.order, request)):
             raise AtlasError(
                 Code.BAD_PACK,
                 "The model or the layout does not support this pack",
@@ -271,7 +157,8 @@ def _plan_hybrid(hybrid: Hybrid) -> Plan:
                 hint=f"Omit pack=, or use 1..{hybrid.most_packed} for a model with one kind of "
                 "attention and one kind of state, in a layout with contiguous pages or blocks",
             )
-        return make_plan(request, _packed(hybrid, request.pack), policy="atlas")
+        draft = (packed_to_run if request.runs_on else packed)(hybrid, request.pack)
+        return make_plan(request, draft, policy="atlas")
     if request.states == "apart" or request.requests is not None:
         return make_plan(request, _states_apart(hybrid, "As requested"), policy="atlas")
     tried = []
@@ -286,12 +173,13 @@ def _plan_hybrid(hybrid: Hybrid) -> Plan:
         raise not_enough(request, least)
     if own is not None:
         return make_plan(request, own, policy="atlas")
-    if request.states == "shared":
+    if request.states == "shared" or request.runs_on:
         raise AtlasError(
             Code.PAGES_NOT_UNIFIED,
             "Attention and recurrent states cannot share blocks in this layout",
             got=f"{request.model.name} in layout {hybrid.layout}",
-            hint="Pass a layout= that starts with B, such as 'BLNHC', or states='apart'",
+            hint="Pass a layout= that starts with B, such as 'BLNHC', or states='apart' without "
+            "runs_on=",
         )
     why = f"Because no block can hold both attention and states in layout {hybrid.layout}"
     return make_plan(request, _states_apart(hybrid, why), policy="atlas")
@@ -318,7 +206,7 @@ def _sound(hybrid: Hybrid, draft: PlanDraft) -> Plan | None:
 
 
 def _promise(request: PlanRequest, share: Share) -> str:
-    longest = max(request.max_len, LENGTHS)
+    longest = longest_promised(request)
     text = (
         f"For every request length up to {longest:,} tokens, prefilling or decoding, this plan "
         f"fits at least {share.share:.1%} of the requests that vLLM's plan fits"
@@ -329,8 +217,10 @@ def _promise(request: PlanRequest, share: Share) -> str:
 
 def _shared_drafts(hybrid: Hybrid) -> Iterator[PlanDraft]:
     """Yield drafts in which attention and states share blocks, the best first."""
+    if hybrid.request.runs_on and not _shares_blocks(hybrid.layout.order, hybrid.request):
+        return
     if not hybrid.layout.block_outermost:
-        yield from _packs(hybrid)
+        yield from packs(hybrid)
         return
     own = _vllms_own(hybrid)
     largest = hybrid.theirs.block or _largest(hybrid)
@@ -372,10 +262,10 @@ def _shared(hybrid: Hybrid, block: SharedBlock) -> PlanDraft:
     pack = max(len(g.layers) for g in groups if g.layers[0].kind != "recurrent")
     fit = max(len(g.layers) for g in groups if g.layers[0].kind == "recurrent")
     tables = sum(g.layers[0].kind != "recurrent" for g in groups)
-    what, price = f"{fit} recurrent {_plural(fit, 'state')}", ""
+    what, price = f"{fit} recurrent {plural(fit, 'state')}", ""
     if splits > 1:
         what = (
-            f"{fit} {_plural(fit, 'part')} of recurrent states, each state split by heads into "
+            f"{fit} {plural(fit, 'part')} of recurrent states, each state split by heads into "
             f"{splits} parts"
         )
         price = ", and a separate kernel call for each part of a state"
@@ -383,16 +273,12 @@ def _shared(hybrid: Hybrid, block: SharedBlock) -> PlanDraft:
         theirs.sentence,
         f"In this plan a block holds either {pack} of {len(hybrid.attention)} attention layers "
         f"for {tokens:,} tokens, or {what}. Attention uses {tables} block "
-        f"{_plural(tables, 'table')}, and the {len(hybrid.states)} recurrent layers use "
+        f"{plural(tables, 'table')}, and the {len(hybrid.states)} recurrent layers use "
         f"{len(groups) - tables}. The cost is the number of block tables{price}.",
         _what_stopped(hybrid, tokens),
     )
     pool = PoolDraft(groups, hybrid.layout, pack=pack)
     return hybrid.draft([pool], tokens, *reasons)
-
-
-def _plural(number: int, word: str) -> str:
-    return word if number == 1 else f"{word}s"
 
 
 def _what_stopped(hybrid: Hybrid, tokens: int) -> str:
@@ -412,48 +298,13 @@ def _what_stopped(hybrid: Hybrid, tokens: int) -> str:
     )
 
 
-def _packs(hybrid: Hybrid) -> Iterator[PlanDraft]:
-    """Yield drafts whose pages hold one or more attention layers, the smallest blocks first."""
-    if not hybrid.can_pack:
-        return
-    drafts: dict[int, PlanDraft] = {}
-    for pack in range(1, len(hybrid.attention) + 1):
-        draft = _packed(hybrid, pack)
-        drafts.setdefault(draft.size.tokens, draft)  # of equal block sizes, keep the smallest pack
-    yield from (drafts[tokens] for tokens in sorted(drafts))
-
-
-def _packed(hybrid: Hybrid, pack: int) -> PlanDraft:
-    """Return a draft whose pages hold either `pack` attention layers or one recurrent state."""
-    attention, states, step = hybrid.attention, hybrid.states, hybrid.packed_step
-    block = step * ceil_div(hybrid.largest_state, step * hybrid.token * pack)
-    pages, page = ceil_div(len(attention), pack), pack * block * hybrid.token
-    groups = ceil_div(len(states), pages)
-    held = f"{pack} of {len(attention)} attention layers"
-    if pack > len(attention):
-        spare = pack - len(attention)
-        held = f"all {len(attention)} attention layers, with padding for {spare} more,"
-    reason = (
-        f"A page of {page:,} bytes holds either {held} or one recurrent "
-        f"state of {states[0].nbytes:,} bytes; this gives blocks of {block} tokens. "
-        f"The {len(states)} recurrent layers form {groups} {_plural(groups, 'group')} of up to "
-        f"{pages}, so one state of every layer takes {groups} {_plural(groups, 'block')}."
-    )
-    drafts = (
-        *dealt([layer.cut(block) for layer in attention], 1),
-        *dealt([layer.cut(block) for layer in states], groups),
-    )
-    pool = PoolDraft(drafts, hybrid.layout, pack=pack, page=page)
-    return hybrid.draft([pool], block, reason)
-
-
 def _states_apart(hybrid: Hybrid, why: str) -> PlanDraft:
     states, size = hybrid.states, hybrid.size
     nbytes, blocks = sum(layer.nbytes for layer in states), blocks_held(states[0], hybrid.request)
     price = (
         f"{why}, recurrent states are in a separate pool, without padding. One block of "
         f"{nbytes:,} bytes holds the states of all {len(states)} layers, and a request takes "
-        f"{blocks} {_plural(blocks, 'block')}. The cost: the pool's size, which `requests` sets, "
+        f"{blocks} {plural(blocks, 'block')}. The cost: the pool's size, which `requests` sets, "
         "limits the number of requests, and neither pool can borrow from the other. Even if "
         "requests are short, no more of them can run at once, and saved prefixes compete with "
         "running requests for the same pool."

@@ -9,6 +9,7 @@ import msgspec
 from kvatlas.geometry.byte_sizes import size
 from kvatlas.planning.plan_data import DECODING, PlanData
 from kvatlas.planning.plan_parts import Group, Pool, Region
+from kvatlas.planning.runnable import obstacles
 from kvatlas.planning.sized_layers import FULL_KINDS, page_of
 
 
@@ -80,6 +81,7 @@ def summary(plan: PlanData) -> dict[str, Any]:
         "padding_share": round(padding(plan).share, 6),
         "pools": [_pool(plan, pool) for pool in plan.pools],
         "groups": [_group(plan, index) for index in range(len(plan.groups))],
+        "not_runnable": list(obstacles(plan)),
         "warnings": list(plan.warnings),
     }
 
@@ -191,6 +193,10 @@ def explain(plan: PlanData) -> str:
         name = f" on stage {stage}" if plan.pp > 1 else ""
         lines.append(
             f"Memory left over after whole blocks{name}: {size(idle)} ({idle / plan.memory:.2%})."
+        )
+    if reasons := obstacles(plan):
+        lines.append(
+            f"No engine can run this plan: {'; '.join(reasons)}. runs_on='vllm' avoids it."
         )
     return "\n".join([*lines, *(f"Note: {warning}" for warning in plan.warnings)])
 

@@ -46,6 +46,8 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     chip: str | None = None
     checkpoints: dict[Spec, PrefillCheckpoint] = {}
     """The rule for each recurrent spec whose states are saved in the middle of a prefill."""
+    runs_on: str | None = None
+    """The engine that must be able to run the plan, such as `vllm@0.32`; None for any plan."""
 
 
 def quantity(value: int | str, what: str = "the memory") -> int:

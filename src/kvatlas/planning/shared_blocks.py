@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError
 from kvatlas.geometry.integers import Whole
-from kvatlas.planning.capacity import LENGTHS, PROMISE, steps
+from kvatlas.planning.block_size import used_backends
+from kvatlas.planning.capacity import PROMISE, longest_promised, steps
 from kvatlas.planning.grouping import GroupDraft, dealt, kinds_of
 from kvatlas.planning.placing import PlanDraft
 from kvatlas.planning.plan_data import DECODING
@@ -28,6 +29,8 @@ from kvatlas.planning.sized_layers import SizedLayer, page_of
 
 _SPLITS = (1, 2, 4, 8)
 """Numbers of parts into which a state may be split; each part needs a separate kernel call."""
+_WHOLE = (1,)
+"""vLLM's kernels take a state as one piece."""
 _MOST_SIZES = 1024
 """Limit on the block sizes to try; real models need at most a few hundred."""
 _BATCH = 16
@@ -132,7 +135,7 @@ class SharedBlockSearch:
 
     def blocks(self, largest: int) -> Iterator[SharedBlock]:
         """Yield suitable blocks of up to `largest` tokens, ordered by their `preference`."""
-        sizes = np.arange(self.step, largest + 1, self.step)[:_MOST_SIZES]
+        sizes = self._sizes(largest)
         if self.theirs is None:
             found = list(self._tried(sizes))
             least = min((round(block.padding, 2) for block in found), default=0.0)
@@ -145,6 +148,17 @@ class SharedBlockSearch:
             for block in sorted(self._tried(batch), key=lambda block: block.preference):
                 if self._keeps_promise(block):
                     yield block
+
+    def _sizes(self, largest: int) -> Numbers:
+        """Return the block sizes to try, in tokens.
+
+        vLLM does not split packed blocks, so a plan for vLLM has blocks that its kernels read.
+        """
+        sizes = np.arange(self.step, largest + 1, self.step)
+        if self.request.runs_on:
+            used = used_backends(self.request)
+            sizes = sizes[[all(b.reads(int(n)) for b in used) for n in sizes]]
+        return sizes[:_MOST_SIZES]
 
     def groups_of(self, block: SharedBlock) -> tuple[GroupDraft, ...]:
         """Divide the layers into groups that fit in blocks such as `block`."""
@@ -165,7 +179,7 @@ class SharedBlockSearch:
         `tokens` contains the block sizes to try.
         """
         held = {n: self._held(tokens, n) for n in (DECODING, self.request.in_flight)}
-        for splits in _SPLITS:
+        for splits in _WHOLE if self.request.runs_on else _SPLITS:
             at, counts, nbytes = self._ways_to_deal(tokens, splits)
             self.tried |= set(tokens[at].tolist())
             # Most blocks already fail at `max_len`, where attention dominates.
@@ -249,7 +263,7 @@ class SharedBlockSearch:
         is measured.
         """
         greatest = self.request.max_len
-        longest = max(greatest, LENGTHS)
+        longest = longest_promised(self.request)
         block = self.theirs.size.tokens if self.theirs else longest
         full = [block * n for n in (1, 2, 3, 4, 8, longest // block)]
         others = {min(max(n, 1), longest) for n in (block // 2, *full, longest)} - {greatest}

@@ -1,0 +1,149 @@
+"""vLLM runs plans of kvatlas: tokens and logprobs are those of vLLM with its own plan."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.engine import core
+
+from kvatlas import AtlasError, Code
+from kvatlas.engines.vllm.planner import install
+from kvatlas.engines.vllm.planner_hooks import PlannerSetting
+from tests.profiles import DEEP
+from tests.vllm.comparing import CLOSE, assert_same, atlas, difference, prompt, split
+from tests.vllm.models import checkpoint
+from tests.vllm.packed_engines import HEADER, PLAIN, Figures, ask, planned_engine
+
+CASES: tuple[tuple[str, bool, int, tuple[str, ...]], ...] = (
+    ("granite_packed", True, 64, ("atlas",)),
+)
+"""Models, prefix caching, tokens at once, and plans to compare with vLLM's own."""
+if DEEP:
+    _PACKS = ("atlas,pack=1", "atlas,pack=2", "atlas,pack=4")
+    CASES = (
+        ("granite_packed", True, 64, ("atlas", *_PACKS)),
+        ("granite_packed", False, 512, _PACKS),
+        ("nemotron_h", True, 64, ("atlas", *_PACKS)),
+        ("nemotron_h", False, 512, _PACKS),
+        ("falcon_h1", True, 32, ("atlas", "atlas,pack=2", "atlas,pack=3")),
+        ("falcon_h1", False, 512, ("atlas,pack=2", "atlas,pack=3")),
+    )
+
+
+def test_vllm_finds_the_plug_in() -> None:
+    (found,) = (one for one in entry_points(group="vllm.general_plugins") if "kvatlas" in one.name)
+    assert found.value == "kvatlas.engines.vllm.planner:install"
+
+
+@pytest.mark.parametrize(("name", "caching", "batch", "plans"), CASES)
+def test_tokens_are_those_of_plain_vllm(
+    name: str, caching: bool, batch: int, plans: tuple[str, ...], checkpoints: Path, capsys: Any
+) -> None:
+    """Around block borders, with chunked prefill, reuse of few blocks and 16 requests at once."""
+    model = checkpoint(name, checkpoints)
+    found: list[Figures] = []
+    for plan in (PLAIN, *plans):
+        with planned_engine(model, plan, caching=caching, batch=batch) as made:
+            found.append(ask(made, plan, long=160 if DEEP else 40))
+    right = found[0]
+    with capsys.disabled():
+        print(f"\n{name}, prefix caching {'on' if caching else 'off'}, 12 MiB\n{HEADER}")
+        print("\n".join(one.row(right) for one in found))
+    for one in found[1:]:
+        assert one.block < right.block, "vLLM has kept its own plan"
+        for key, answer in right.answers.items():
+            assert_same(answer, one.answers[key], (one.plan, key))
+        assert one.hits >= right.hits
+    if caching:
+        assert found[1].hits > 0
+
+
+def test_a_control_with_overlapping_layers_is_wrong(checkpoints: Path) -> None:
+    model = checkpoint("granite_packed", checkpoints)
+    with planned_engine(model, PLAIN) as made:
+        right = made.generate(prompt(193))
+    about = {"imports": "tests.vllm.overlapping_pages"}
+    with planned_engine(model, "atlas,pack=4", **about) as made:  # type: ignore[arg-type]
+        assert difference(right, made.generate(prompt(193))) > CLOSE
+
+
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        ("atlas", {"num_gpu_blocks_override": 64}),
+        ("atlas,pack=4", {"imports": "tests.vllm.misplaced_pages"}),
+    ],
+)
+def test_vllm_keeps_its_own_plan(plan: str, options: dict[str, Any], checkpoints: Path) -> None:
+    """A fixed number of blocks; a vLLM that places layers other than planned."""
+    model = checkpoint("granite_packed", checkpoints)
+    with planned_engine(model, plan, caching=True, **options) as made:
+        assert (made.started["block"], made.started["groups"]) == (288, 3)
+        made.generate(prompt(65))
+
+
+@pytest.mark.parametrize("caching", [False, True] if DEEP else [True])
+def test_hand_overs_between_packed_and_plain_engines(caching: bool, checkpoints: Path) -> None:
+    """Blocks of 64 tokens and 9 groups on one side, 288 tokens and 3 groups on the other."""
+    model = checkpoint("granite_packed", checkpoints)
+    about: dict[str, Any] = {"caching": caching, "connector": atlas()}
+    with (
+        planned_engine(model, "atlas,pack=4", core="0", **about) as packed,
+        planned_engine(model, PLAIN, core="1", **about) as plain,
+        planned_engine(model, PLAIN, caching=caching) as alone,
+    ):
+        assert (packed.started["block"], plain.started["block"]) == (64, 288)
+        for number, length in enumerate((2, 64, 129, 288, 517)):
+            for way in ((packed, plain), (plain, packed)):
+                tokens = prompt(length, seed=number + 7 * (way[0] is packed))
+                assert_same(alone.generate(tokens), split(*way, tokens), (length, caching))
+
+
+RANKS: dict[str, dict[str, Any]] = {
+    "tp": {"tensor_parallel_size": 2},
+    "pp": {
+        "pipeline_parallel_size": 2,
+        "enforce_eager": False,  # as in `comparing`: without it a stage has no buffer on a CPU
+        "compilation_config": {"mode": 1},
+    },
+}
+
+
+@pytest.mark.parametrize("ranks", list(RANKS) if DEEP else [])
+def test_several_ranks(ranks: str, checkpoints: Path) -> None:
+    """Each rank is a process, which reports its kernels to the engine core and adopts the plan."""
+    model = checkpoint("granite_packed", checkpoints)
+    with planned_engine(model, PLAIN, caching=True) as made:
+        right = ask(made, PLAIN)
+    with planned_engine(model, "atlas", caching=True, **RANKS[ranks]) as made:
+        got = ask(made, "atlas")
+    assert got.block == 64
+    for key, answer in right.answers.items():
+        assert_same(answer, got.answers[key], (ranks, key))
+
+
+@pytest.mark.parametrize("changed", ["get_kv_cache_groups", "_pool_bytes_per_block"])
+def test_another_signature_is_refused(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vLLM 0.32 whose functions are not those that the planner knows; nothing is replaced."""
+    from kvatlas.engines.vllm.planner_0_32 import install_planner
+
+    before = core.get_kv_cache_configs
+    monkeypatch.setattr(kv_cache_utils, changed, kv_cache_utils.get_uniform_page_size)
+    with pytest.raises(AtlasError, match=r"expected .*\(vllm_config, kv_cache_") as refusal:
+        install_planner(PlannerSetting(on=True))
+    assert refusal.value.code is Code.ENGINE_REFUSES
+    assert core.get_kv_cache_configs is before
+
+
+def test_an_unknown_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.34.0")
+    monkeypatch.setenv("KVATLAS_PLAN", "atlas")
+    with pytest.raises(AtlasError, match=r"vLLM 0\.34\.0"):
+        install()
+    monkeypatch.delenv("KVATLAS_PLAN")
+    install()  # switched off, it does nothing
