@@ -249,13 +249,13 @@ def test_layers_in_every_combination_are_not_all_kept(
     attacked: Attacked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A route keeps what it has compiled, but not for every subset that a peer can name."""
-    monkeypatch.setattr(sys.modules["kvatlas.routing.routes"], "_MOST_COMPILED", 6)
+    monkeypatch.setattr(sys.modules["kvatlas.routing.compiled_route"], "_MOST_COMPILED", 6)
     session = attacked.session()
     for number in range(1, 16):
         layers = tuple(f"layers.{i}.attn" for i in range(4) if number >> i & 1)
         opened = attacked.open(session, layers=layers)
         attacked.raw.ask(protocol.Close(session=session, lease=opened.lease, complete=False))
-    assert max(len(made._compiled) for made in attacked.node.routes.values()) == 6
+    assert max(len(made._compiled._pairs) for made in attacked.node.routes.values()) == 6
     attacked.works()
 
 

@@ -42,13 +42,15 @@ def copy(
     from kvatlas.tier import copy_prefix
 
     tokens = _tokens(prefix)
-    about = {"salt": salt.encode(), "lora": lora, "tenant": tenant, "namespace": namespace}
     with (
         opened(where) as store,
         opened(to, create=True) as other,
         progress_bar("copying rows") as progress,
     ):
-        done = copy_prefix(store, other, tokens, progress=progress, **about)
+        done = copy_prefix(
+            store, other, tokens,
+            salt=salt.encode(), lora=lora, tenant=tenant, namespace=namespace, progress=progress,
+        )  # fmt: skip
     shown = table("objects copied", "bytes", "already there", "refused", words=())
     shown.add_row(
         f"{done.copied:,}", size(done.nbytes), f"{done.existing:,}", f"{len(done.refused):,}"

@@ -118,6 +118,9 @@ class FakeLaunchQueue:
     def placed(self, starts: Any) -> Any:
         return starts
 
+    def scales(self, starts: Any, which: Any, cast: Any) -> Any:
+        raise NotImplementedError
+
     def on_stream(self) -> Any:
         return nullcontext()
 

@@ -123,7 +123,7 @@ def test_pulls_of_a_known_shape_are_launched_at_once_and_cast() -> None:
                 for pool in ends.pools.values():  # the next pull writes everything again
                     pool[:] = 0
                 ends.before = ends.memory()
-                found = [session._connections.find(one) for one in endpoints]
+                found: list[Any] = [session._connections.find(one) for one in endpoints]
                 if turn < 2:
                     assert eventually(lambda: all(one.shapes._pulled > turn for one in found))  # noqa: B023
                 if turn == 1:

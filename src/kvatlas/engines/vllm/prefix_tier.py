@@ -202,9 +202,8 @@ class PrefixTier:
         found = finder.search(chain)
         keys = chain.keys(found.tokens)
         with ExitStack() as pinned:
-            hit: Hit | StoreHit | None = None
-            if found.tokens:
-                pin: AbstractContextManager[Hit | StoreHit]
-                pin = self._tier.pin(keys, found.tokens)
-                hit = pinned.enter_context(pin)
+            if not found.tokens:
+                return FoundPrefix(None, keys, found.attention, pinned.pop_all())
+            pin: AbstractContextManager[Hit | StoreHit] = self._tier.pin(keys, found.tokens)
+            hit = pinned.enter_context(pin)
             return FoundPrefix(hit, keys, found.attention, pinned.pop_all())
