@@ -70,7 +70,6 @@ class Diagnosis:
         return {
             "ok": self.ok,
             "answer": self.answer,
-            "connector_checked": self.connector_checked,
             "findings": [vars(finding) for finding in self.findings],
             "moves": None if self.moves is None else self.moves.as_dict(),
         }
