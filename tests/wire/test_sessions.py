@@ -18,6 +18,7 @@ from kvatlas import AtlasError
 from kvatlas.errors import Code
 from kvatlas.routing import Costs, route
 from kvatlas.wire import How, Memory, Node, Session, make_transport, memory_of, pools_for
+from kvatlas.wire.client import link_costs
 from tests.identities import OURS
 from tests.planning.models import SMALL
 from tests.profiles import DEEP
@@ -419,6 +420,36 @@ def test_costs_that_were_given_decide() -> None:
             gathered = source.nodes[0].metrics.seconds.get("stage", 0) > 0
             assert gathered is (request == "staged"), "a source is spared where it can be"
         assert "measure" not in target.nodes[0].metrics.seconds
+
+
+def test_transfers_that_begin_together_all_use_the_measured_costs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured, used = [], []
+    measure, weigh = link_costs._measure, link_costs._weighed
+
+    def slowly(reads: Any) -> Costs:
+        time.sleep(0.05)
+        measured.append(measure(reads))
+        return measured[-1]
+
+    def recorded(lease: Any, stream: Any, costs: Costs) -> Any:
+        used.append(costs)
+        return weigh(lease, stream, costs)
+
+    monkeypatch.setattr(link_costs, "_measure", slowly)
+    monkeypatch.setattr(link_costs, "_weighed", recorded)
+    monkeypatch.setattr(link_costs, "_SHORTEST_WAIT", 20.0)  # longer than a busy machine takes
+    with ends(*two_ends("dense", {}, {"layout": "BHLNC"})) as (source, target):
+        source.offer("r")
+        with Session(target.nodes[0], source.endpoints) as session:
+            spans = [(0, 16), (16, 32), (32, 47)]
+            parts = [session.pull("r", destination_blocks=target.blocks, tokens=s) for s in spans]
+            for part in parts:
+                part.wait()
+    assert len(measured) == 1
+    assert used
+    assert all(costs is measured[0] for costs in used)
 
 
 def test_metrics_count_what_was_moved() -> None:

@@ -154,10 +154,12 @@ def backends_of(
         )
     indexed = {layer.index for layer in model.layers if isinstance(layer.spec, Indexer)}
     backends: dict[str, Backend | None] = {}
+    selected: dict[tuple[str, int | None], str] = {}
     for layer in model.layers:
-        default = _default(layer.spec, sparse=layer.index in indexed)
-        head_dim = getattr(layer.spec, "head_dim", None)
-        backend = BACKENDS.get(rules.backend(default, chip, model, head_dim))
+        alike = _default(layer.spec, sparse=layer.index in indexed), _head_dim(layer.spec)
+        if alike not in selected:
+            selected[alike] = rules.backend(alike[0], chip, model, alike[1])
+        backend = BACKENDS.get(selected[alike])
         if named and backend and named.family == backend.family:
             backend = named
         backends[layer.name] = backend
@@ -197,6 +199,10 @@ def packed_for(model: Model, backends: dict[str, Backend | None]) -> Model:
             spec = msgspec.structs.replace(spec, packing=backend.packing)
         layers.append(msgspec.structs.replace(layer, spec=spec))
     return msgspec.structs.replace(model, layers=tuple(layers))
+
+
+def _head_dim(spec: Spec) -> int | None:
+    return getattr(spec, "head_dim", None)
 
 
 def _default(spec: Spec, *, sparse: bool) -> str:

@@ -79,7 +79,9 @@ def group_layers(layers: list[SizedLayer], layout: Layout) -> list[GroupDraft]:
 
 def alike(layers: list[SizedLayer]) -> bool:
     """Return whether all layers can share one block table and one kind of page."""
-    return len({_merged(layer) for layer in layers}) == 1
+    keys = map(_merged, layers)
+    first = next(keys, None)
+    return first is not None and all(key == first for key in keys)
 
 
 def same_tokens(layers: list[SizedLayer]) -> bool:

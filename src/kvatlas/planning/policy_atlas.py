@@ -129,10 +129,9 @@ def _pools(layers: list[SizedLayer], layout: Layout) -> list[PoolDraft]:
     else:
         groups = by_tokens(layers)
     # A contiguous page can overlay any page of the same size; others need the same shape.
+    contiguous = layout.page_contiguous
     shapes = {
-        layer.nbytes
-        if layout.page_contiguous
-        else (layer.page.heads, layer.page.states, layer.nbytes)
+        layer.nbytes if contiguous else (layer.page.heads, layer.page.states, layer.nbytes)
         for group in groups
         for layer in group.layers
     }

@@ -55,6 +55,8 @@ class PlanEnd:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._views: dict[tuple[Spec, RegionForm], tuple[Views, Views]] = {}
+        """Shared by layers with equal specs and layouts."""
+        self._views_of: dict[tuple[str, LayerPart], tuple[Views, Views]] = {}
 
     @cached_property
     def specs(self) -> dict[str, Spec]:
@@ -99,6 +101,12 @@ class PlanEnd:
         return self._all_views(layer, part)[1]
 
     def _all_views(self, layer: str, part: LayerPart) -> tuple[Views, Views]:
+        found = self._views_of.get((layer, part))
+        if found is None:
+            found = self._views_of[layer, part] = self._shared_views(layer, part)
+        return found
+
+    def _shared_views(self, layer: str, part: LayerPart) -> tuple[Views, Views]:
         key = (self.specs[layer], self.form(part))
         if key not in self._views:
             region = self.region(part)

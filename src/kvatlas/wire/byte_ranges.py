@@ -7,6 +7,7 @@ A source checks that a peer reads only inside these ranges. A reader that joins 
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from kvatlas.copying.stream_pieces import AnyStream
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy, Stream
+from kvatlas.routing.binding import Starts
 
 _MOST_RANGES = 1 << 19
 """The approximate maximum number of ranges for one part of a stream, which take 8 MB.
@@ -76,8 +78,8 @@ def source_ranges(stream: AnyStream) -> dict[int, ByteRanges]:
     """
     found: defaultdict[int, list[ByteRanges]] = defaultdict(list)
     if isinstance(stream, Stream):
-        for grid, pattern in zip(stream.grids(), stream.shape().patterns, strict=True):
-            found[grid.source_pool] += _grid_ranges(grid, abs(pattern.strides[0]))
+        for index, grid in enumerate(stream.grids()):
+            found[grid.source_pool] += _grid_ranges(grid, stream, index)
     return {pool: _joined(several) for pool, several in found.items() if several}
 
 
@@ -86,19 +88,29 @@ def _joined(several: list[ByteRanges]) -> ByteRanges:
     return ByteRanges.of(starts, np.concatenate([one.stops for one in several]))
 
 
-def _grid_ranges(grid: Copy, block: int) -> list[ByteRanges]:
-    """Return the source ranges of a copy operation that repeats the same runs in every block.
+def _grid_ranges(grid: Copy, stream: Stream, index: int) -> list[ByteRanges]:
+    """Return the source ranges of grid `index` of a stream, one entry per distinct run length.
 
-    Blocks are `block` bytes apart. The list has one entry per distinct run length. With very many
-    ranges, ranges in one block are joined across small gaps.
+    With very many ranges, ranges in one block are joined across small gaps.
     """
     found = []
     for length in np.unique(grid.length).tolist():
         spans, gap = grid.source[grid.length == length], 0
-        inner = ByteRanges.of(grid.starts.source, grid.starts.source + length)
-        while len(inner.starts) * len(spans) > _MOST_RANGES and gap < block - 1:
-            gap = min(2 * gap + length, block - 1)
-            inner = ByteRanges.of(grid.starts.source, grid.starts.source + length, gap)
+        inner = _block_ranges(grid.starts, length, gap)
+        if len(inner.starts) * len(spans) > _MOST_RANGES:
+            block = abs(stream.shape().patterns[index].strides[0])
+            while len(inner.starts) * len(spans) > _MOST_RANGES and gap < block - 1:
+                gap = min(2 * gap + length, block - 1)
+                inner = _block_ranges(grid.starts, length, gap)
         starts, stops = ((spans[:, None] + one).reshape(-1) for one in inner)
         found.append(ByteRanges(starts, stops))
     return found
+
+
+@lru_cache(maxsize=64)
+def _block_ranges(starts: Starts, length: int, gap: int) -> ByteRanges:
+    """Return the source ranges of one block, joined across gaps of at most `gap` bytes.
+
+    Requests of the same plans share their `Starts`, so most requests find their ranges here.
+    """
+    return ByteRanges.of(starts.source, starts.source + length, gap)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -15,6 +15,7 @@ from kvatlas.copying.memory_copy import as_bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy
 from kvatlas.wire import Memory, Transport, make_transport
+from kvatlas.wire.transports import nonblocking_sockets
 from kvatlas.wire.transports.tcp import TcpTransport
 from kvatlas.wire.transports.tcp_server import (
     CHALLENGE_BYTES,
@@ -182,3 +183,36 @@ def test_nobody_writes_and_nobody_listens_everywhere(source: Transport) -> None:
         with pytest.raises(AtlasError) as refusal:
             act()
         assert refusal.value.code is Code.WIRE_FAILED
+
+
+@pytest.mark.parametrize("most", [1, 7, 100, 5_000, 1 << 30])
+def test_buffers_arrive_in_order_if_system_calls_are_interrupted(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(socket.socket):
+        def sendmsg(self, buffers: Sequence[bytes | memoryview]) -> int:  # type: ignore[override]
+            return super().send(b"".join(buffers)[:most])
+
+    monkeypatch.setattr(nonblocking_sockets, "_MOST_BUFFERS", 3)
+    rng = np.random.default_rng(most)
+    buffers = [rng.bytes(size) for size in (1, 4_000, 3, 900, 64, 1, 2_000)]
+    ours, theirs = socket.socketpair()
+    with Interrupted(fileno=ours.detach()) as one, theirs:
+        nonblocking_sockets.send_buffers(one, buffers)
+        one.shutdown(socket.SHUT_WR)
+        assert theirs.recv(1 << 16, socket.MSG_WAITALL) == b"".join(buffers)
+
+
+def test_runs_with_adjacent_destinations_arrive_in_place(source: Transport) -> None:
+    end, pool = make_transport("tcp"), np.zeros(POOL, np.uint8)
+    end.register({0: Memory(pool.ctypes.data, POOL)})
+    length = np.array([40_000, 30_000, 20_000, 65_536, 16_384, 50_000])
+    sources = np.array([5_000_000, 0, 7_000_000, 40_000, 1_000_000, 3_000_000])
+    destinations = np.array([100, 40_100, 70_100, 200_000, 265_536, 90_100])
+    link = end.connect(source.publish(), source.memory)
+    link.read([Copy(0, 0, sources, destinations, length)]).wait(soon())
+    end.close()
+    held, expected = as_bytes(source.memory[0]), np.zeros(POOL, np.uint8)
+    for at, to, size in zip(sources, destinations, length, strict=True):
+        expected[to : to + size] = held[at : at + size]
+    np.testing.assert_array_equal(pool, expected)

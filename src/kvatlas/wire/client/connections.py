@@ -51,6 +51,8 @@ class PeerConnection:
     """Runs questions in the background during a transfer."""
     costs: Costs | None = None
     """The measured costs of the link."""
+    measuring: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the transfer that measures the costs. The others wait, and so do not disturb it."""
     ways: dict[tuple[int, int], Way] = field(default_factory=dict)
     """The fastest way for a given number of runs and bytes."""
     question_seconds: float = 0.0

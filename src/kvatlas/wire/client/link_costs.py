@@ -30,6 +30,8 @@ It is at least `_SHORTEST_WAIT` seconds, or `_WORTH_WAITING` times the expected 
 transfer if that is longer. Long transfers keep their buffers until they end, and a short one must
 not wait for that.
 """
+_MEASURED = 3
+"""How often a link is measured at most, if its runs seem to cost no time."""
 _LEFT_FOR_DIRECT = 2
 """The multiple of a direct transfer's time to reserve for it while waiting for buffers."""
 
@@ -172,44 +174,73 @@ def _can_coalesce(lease: RankLease) -> bool:
 
 
 def _measured(reads: RankReads) -> Costs:
-    """Return the measured costs of the link, or default costs if no buffers are free now."""
-    staging, connection = reads.node.staging, reads.lease.connection
+    """Return the measured costs of the link, or default costs if it cannot be measured now."""
+    connection = reads.lease.connection
+    if not connection.measuring.acquire(timeout=_SHORTEST_WAIT):
+        return Costs()
+    try:
+        if connection.costs is None:
+            connection.costs = _measured_with_buffers(reads)
+        return connection.costs or Costs()
+    finally:
+        connection.measuring.release()
+
+
+def _measured_with_buffers(reads: RankReads) -> Costs | None:
+    """Return the measured costs of the link; None if too few staging buffers are free."""
+    staging = reads.node.staging
     reads.buffers = staging.acquire(min(BUFFERS, staging.most()))
     until = time.monotonic() + _SHORTEST_WAIT
     if not reads.buffers or not reads.borrow(both=True, until=until):
-        return Costs()
+        return None
     with reads.node.metrics.phase("measure"):
-        connection.question_seconds = _quickest(reads.lease.renew)
-        connection.costs = _measure(reads)
-    return connection.costs
+        (reads.lease.connection.question_seconds,) = _quickest(reads.lease.renew)
+        return _measure(reads)
 
 
 def _measure(reads: RankReads) -> Costs:
     """Return the costs of the link, from timed reads between staging buffers of the two nodes."""
     staging = reads.node.staging
     piece = min(reads.lease.opened.piece, staging.piece)
-    short, count = 4096, max(1, min(64, piece // 8192))
+    # Many short runs, so that their number costs more than their bytes.
+    short, count = 1024, max(1, min(256, piece // 2048))
     at = np.arange(count) * 2 * short
     runs = reads.staging_copy(0, short, at, at[::-1])
-    many = _quickest(partial(reads.read_lent, [runs]))
-    alone = _quickest(partial(reads.read_lent, [reads.staging_copy(0, short)]))
-    one = _quickest(partial(reads.read_lent, [reads.staging_copy(0, piece)]))
-    # Scatter short runs into scratch memory, like the last step of a staged transfer.
-    spread = Copy(STAGING, 0, at, at[::-1], np.full(count, short))
-    stream = staging.view(reads.buffers[0], count * short)
-    rehearse = reads.node.mover.rehearsal([spread], stream, 2 * count * short)
-    copying = _quickest(rehearse)
-    # `alone` is the fixed cost of a read, which belongs neither to its bytes nor to its runs.
-    wire = piece / max(one - alone, one / 2)
-    each = max(0.0, (many - alone) / max(1, count - 1) - short / wire)
-    return Costs(descriptor=each, wire=wire, copy=count * short / copying, piece=piece)
+    timed = runs, reads.staging_copy(0, short), reads.staging_copy(0, piece)
+    acts = [partial(reads.read_lent, [copy]) for copy in timed]
+    shortest, each = [float("inf")] * 3, 0.0
+    for _ in range(_MEASURED):
+        shortest = [*map(min, shortest, _quickest(*acts))]
+        many, alone, one = shortest
+        # `alone` is the fixed cost of a read, which belongs neither to its bytes nor to its runs.
+        wire = piece / max(one - alone, one / 2)
+        each = max(0.0, (many - alone) / max(1, count - 1) - short / wire)
+        if each:  # else other threads have most likely slowed down all short reads
+            break
+    return Costs(descriptor=each, wire=wire, copy=_scatter_rate(reads, piece), piece=piece)
 
 
-def _quickest(act: Callable[[], object]) -> float:
-    """Return the shortest time of five calls, in seconds."""
-    taken = []
+def _scatter_rate(reads: RankReads, piece: int) -> float:
+    """Return the bytes per second at which this node scatters runs of 4 KiB into its memory."""
+    staging, length = reads.node.staging, 4096
+    count = max(1, min(64, piece // (2 * length)))
+    at = np.arange(count) * 2 * length
+    spread = Copy(STAGING, 0, at, at[::-1], np.full(count, length))
+    stream = staging.view(reads.buffers[0], count * length)
+    rehearse = reads.node.mover.rehearsal([spread], stream, 2 * count * length)
+    (seconds,) = _quickest(rehearse)
+    return count * length / seconds
+
+
+def _quickest(*acts: Callable[[], object]) -> list[float]:
+    """Return the shortest time of five calls of each function, in seconds.
+
+    The functions are called in turn, so that other threads slow all of them down alike.
+    """
+    shortest = [float("inf")] * len(acts)
     for _ in range(5):
-        begun = time.perf_counter()
-        act()
-        taken.append(time.perf_counter() - begun)
-    return max(1e-9, min(taken))
+        for index, act in enumerate(acts):
+            begun = time.perf_counter()
+            act()
+            shortest[index] = min(shortest[index], time.perf_counter() - begun)
+    return [max(1e-9, seconds) for seconds in shortest]

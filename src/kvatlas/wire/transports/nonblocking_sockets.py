@@ -1,6 +1,7 @@
 """Non-blocking sockets: send and receive step by step, so that one thread serves many.
 
 A step is a generator that yields the event to wait for (`selectors.EVENT_READ`, `EVENT_WRITE`).
+`send_buffers` is for blocking sockets, which a thread of their own serves.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import select
 import socket
 import ssl
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from functools import partial
 from selectors import EVENT_READ, EVENT_WRITE
@@ -17,6 +18,8 @@ from typing import TypeVar
 T = TypeVar("T")
 Steps = Generator[int, None, T]
 """Yields the event to wait for before the next step."""
+_MOST_BUFFERS = 512
+"""The number of buffers that one system call sends. Linux allows 1,024."""
 
 
 def until_ready(call: Callable[[], T], event: int = EVENT_READ) -> Steps[T]:
@@ -52,6 +55,25 @@ def receive(one: socket.socket, nbytes: int) -> Steps[bytes]:
             raise EOFError
         arrived += some
     return arrived
+
+
+def send_buffers(one: socket.socket, buffers: Sequence[bytes | memoryview]) -> None:
+    """Send all bytes of several buffers in order, over a blocking socket.
+
+    Without TLS, one system call sends many buffers, so a short first buffer is not a packet of its
+    own.
+    """
+    if isinstance(one, ssl.SSLSocket):
+        for buffer in buffers:
+            one.sendall(buffer)
+        return
+    for first in range(0, len(buffers), _MOST_BUFFERS):
+        some = buffers[first : first + _MOST_BUFFERS]
+        sent = one.sendmsg(some)
+        for buffer in some:  # all are sent, unless a signal interrupts the call
+            if sent < len(buffer):
+                one.sendall(memoryview(buffer)[sent:])
+            sent = max(0, sent - len(buffer))
 
 
 def ready(one: socket.socket, events: int = EVENT_READ, milliseconds: int = 0) -> bool:

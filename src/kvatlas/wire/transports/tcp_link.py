@@ -166,6 +166,12 @@ def _questions(copy: Copy, mine: Mapping[int, Memory], lease: bytes) -> Iterator
             yield _Question(copy.source_pool, copy.source[some], into, *columns, lease)
 
 
+def _contiguous(start: Int64s, length: Int64s) -> tuple[Int64s, Int64s]:
+    """Return (start, length) of the runs after joining each run with one that begins at its end."""
+    first = np.flatnonzero(np.append(True, start[1:] != start[:-1] + length[:-1]))
+    return start[first], np.add.reduceat(length, first)
+
+
 class _Read(Stepwise):
     """A read over TCP: it sends each request before the previous reply has arrived."""
 
@@ -291,7 +297,8 @@ class _Read(Stepwise):
             for _ in copy_runs_unchecked(together, question.into, at, destination, length):
                 yield 0
             return
-        for start, size in zip(destination.tolist(), length.tolist(), strict=True):
+        starts, sizes = _contiguous(destination, length)
+        for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
             yield from self._fill(question.into.data[start : start + size])
 
     def _refused(self) -> Iterator[int]:

@@ -43,6 +43,7 @@ from kvatlas.wire.transports.nonblocking_sockets import (
     Steps,
     receive,
     send,
+    send_buffers,
     shut_down,
     until_ready,
 )
@@ -213,9 +214,8 @@ def _send_runs(one: socket.socket, region: Bytes, starts: Int64s, length: Int64s
     if gathers(length):
         one.sendall(_gathered(region, starts, length).data)
         return
-    one.sendall(GRANTED)
-    for start, size in zip(starts.tolist(), length.tolist(), strict=True):
-        one.sendall(region.data[start : start + size])
+    runs = zip(starts.tolist(), length.tolist(), strict=True)
+    send_buffers(one, [GRANTED, *(region.data[start : start + size] for start, size in runs)])
 
 
 def _gathered(region: Bytes, starts: Int64s, length: Int64s) -> Bytes:
