@@ -10,8 +10,11 @@ from contextlib import closing
 from kvatlas.engines.vllm.engine_pair import Ends, Finding, Verdict, finding
 from kvatlas.engines.vllm.settings import AUTO, ConnectorSettings
 from kvatlas.engines.vllm.transport_choice import TransportChoice, choose_transport
-from kvatlas.errors import AtlasError
+from kvatlas.errors import AtlasError, Code
 from kvatlas.wire import Security, Transport, make_transport
+
+_OTHER_ENVIRONMENT = (Code.MISSING_EXTRA, Code.WRONG_DEVICE)
+"""Engines on loopback addresses may run on another host, with libraries or GPUs that this one lacks."""
 
 
 def opened_transport_finding(ends: Ends, names: Sequence[str]) -> Finding:
@@ -65,7 +68,7 @@ def _opened(chosen: TransportChoice, settings: ConnectorSettings) -> tuple[Verdi
         with closing(make_transport(chosen.name, **chosen.options)) as transport:
             return _looked_at(transport, settings)
     except AtlasError as refusal:
-        if settings.local:
+        if settings.local and refusal.code in _OTHER_ENVIRONMENT:
             return "look", f"not available on this host: {refusal.got}. {refusal.hint}"
         return "no", f"{refusal.problem}: {refusal.got}. {refusal.hint}"
 
