@@ -14,7 +14,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.wire import Security, Transport, make_transport
 
 _OTHER_ENVIRONMENT = (Code.MISSING_EXTRA, Code.WRONG_DEVICE)
-"""Engines on loopback addresses may run on another host, with libraries or GPUs that this one lacks."""
+"""Engines on loopback may run on another host, with libraries or GPUs that this one lacks."""
 
 
 def opened_transport_finding(ends: Ends, names: Sequence[str]) -> Finding:
