@@ -90,8 +90,9 @@ INTERNAL: dict[str, str] = {
         copying.cuda_driver copying.device_marks copying.device_queue
         copying.gather_scatter copying.memory copying.memory_copy copying.movers
         copying.pool_bounds copying.read_coalescing copying.run_bounds copying.stream_pieces
-        geometry.address_arrays geometry.integers planning.plans routing.block_tables
-        routing.conversion routing.request_shape routing.run_grids routing.token_ranges
+        geometry.address_arrays geometry.integers planning.plans routing.binding
+        routing.block_tables routing.conversion routing.request_shape routing.run_grids
+        routing.token_ranges
     """,
     "tier": """
         geometry.address_arrays geometry.integers planning.plans planning.request
