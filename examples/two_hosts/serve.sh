@@ -76,7 +76,7 @@ secret)
         echo "$SECRET_FILE is there already" >&2
         exit 1
     fi
-    (umask 077 && head -c 32 /dev/urandom | base64 >"$SECRET_FILE")
+    (umask 077 && mkdir -p "$(dirname "$SECRET_FILE")" && head -c 32 /dev/urandom | base64 >"$SECRET_FILE")
     echo "Wrote $SECRET_FILE: copy it to the other host, for the engines' user alone."
     ;;
 *) usage ;;

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,8 @@ def verdicts(one: Any, other: Any) -> dict[str, str]:
 
 def test_engines_of_unlike_topology_understand_each_other() -> None:
     out = shown("doctor", "Qwen3-8B", "--from", "tp=2,block-size=64", "--to", "layout=HND")
-    assert out.splitlines()[-1] == "These engines can exchange caches."
+    can = "These engines can exchange caches (connector not checked)."
+    assert out.splitlines()[-1] == can
     assert "1,000 tokens take 141 MiB in" in out
     answer = said("doctor", "gpt-oss-20b", "--from", "tp=2", "--to", "tp=8", "--tokens", "500")
     assert answer["ok"]
@@ -52,6 +55,7 @@ def test_engines_of_unlike_topology_understand_each_other() -> None:
 def test_engines_that_do_not_are_told_apart_by_what_is_unlike() -> None:
     for source, target, what in (
         ("", "kv-cache-dtype=fp8", "cache dtype"),
+        ("kv-dtype=fp8", "", "cache dtype"),
         ("dtype=float16", "", "cache dtype"),
         ("tp=2", "tp=3", "plan"),
         ("layout=LBNHH", "", "plan"),
@@ -97,6 +101,75 @@ def test_what_arguments_and_settings_say_is_looked_at() -> None:
         used.listen()
         busy = engine({"ports": used.getsockname()[1]})
         assert verdicts(busy, engine()) == {"ports": "look"}
+
+
+def own_network_address() -> str:
+    """An address of this host that other hosts could reach; empty without a network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("198.51.100.1", 9))  # a datagram socket sends nothing when it connects
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
+
+
+OWN = own_network_address()
+needs_network = pytest.mark.skipif(not OWN, reason="this host has no network address")
+
+
+def test_a_setting_beside_the_role_is_refused_with_its_place() -> None:
+    for key, words in (
+        ("secret_file", "put it into kv_connector_extra_config"),
+        ("secretfile", "did you mean 'secret_file' in kv_connector_extra_config?"),
+        ("kv_roles", "did you mean 'kv_role'?"),
+        ("zebra", "the settings of the connector are keys of kv_connector_extra_config."),
+    ):
+        found = diagnose(engine(flag={key: "x"}), engine())
+        assert not found.ok
+        assert f"Connector: unknown key {key!r} in kv_transfer_config: {words}" in found.answer
+        assert "?." not in found.answer
+    inside = diagnose(engine({"kv_load_failure_policy": "fail"}), engine()).answer
+    assert "unknown key: 'kv_load_failure_policy'. Put it into kv_transfer_config" in inside
+    near = diagnose(engine({"secretfile": "x"}), engine()).answer
+    assert near.endswith("contains an unknown key: 'secretfile'. Did you mean 'secret_file'?")
+
+
+def test_engines_without_their_connectors_are_said_to_be_half_checked() -> None:
+    plans = [EngineArguments.of_changes("Qwen3-8B", text) for text in ("tp=2", "kv-dtype=auto")]
+    assert not diagnose(*plans).connector_checked
+    assert "(connector not checked)" in diagnose(*plans).answer
+    assert diagnose(engine(), engine()).answer == "These engines can exchange caches."
+
+
+@needs_network
+def test_a_transport_is_opened_on_the_host_of_its_engine_only(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("x" * 32)
+    shared = {"ports": 7600, "secret_file": str(tmp_path / "secret"), "transport": "auto"}
+    ends = [engine(shared | {"listen": host}) for host in (OWN, "198.51.100.6")]
+    for pair in (ends, ends[::-1]):
+        assert "transport" not in verdicts(*pair)
+        row = next(f for f in diagnose(*pair).findings if f.what == "transport")
+        assert "198.51.100.6 is not an address of this host: not checked" in row.why
+    far = [engine(shared | {"listen": host}) for host in ("198.51.100.5", "198.51.100.6")]
+    assert verdicts(*far) == {"transport": "look"}
+    no_rdma = {"transport": "nixl", "transport_options": {"device": "eth0"}, "listen": OWN}
+    refused = engine(shared | no_rdma), engine(shared | no_rdma | {"ports": 7700})
+    assert verdicts(*refused)["transport"] == "no", "the engine would refuse it at startup"
+
+
+@needs_network
+def test_a_secret_without_cryptography_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("x" * 32)
+    settings = {"secret_file": str(tmp_path / "secret"), "transport": "auto", "listen": OWN}
+    ends = [engine(settings | {"ports": port}) for port in (7600, 7700)]
+    assert verdicts(*ends) == {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "cryptography", None)  # an import then fails
+        found = diagnose(*ends)
+    rows = {f.what: f for f in found.findings}
+    assert rows["secret"].verdict == rows["transport"].verdict == "no"
+    assert "pip install 'kvatlas[wire]'" in rows["secret"].why
+    assert "encrypted" not in rows["transport"].why
 
 
 def test_secrets_are_there_long_and_the_same(tmp_path: Path) -> None:
@@ -198,6 +271,27 @@ def test_engines_from_files(tmp_path: Path) -> None:
         "doctor", str(tmp_path / "prefill.sh"), str(tmp_path / "plan.json"), "--tokens", "9"
     )
     assert out.splitlines()[-1].startswith("These engines can exchange caches")
+
+
+def test_command_lines_of_the_guide_can_exchange_caches(tmp_path: Path) -> None:
+    """Each pair of files in the guide is one that doctor reads, and finds nothing against."""
+    page = (Path(__file__).parents[2] / "docs/how-to/vllm.md").read_text()
+    pattern = r'^```sh title="(prefill|decode)\.sh"\n(.*?)^```'
+    files = re.findall(pattern, page, re.MULTILINE | re.DOTALL)
+    assert [name for name, _ in files] == ["prefill", "decode"] * 2, "one host, and two"
+    (tmp_path / "secret").write_text("x" * 32)
+    for number in (0, 2):
+        ends = [
+            EngineArguments.of_command(
+                text.replace("/run/secrets/kvatlas", str(tmp_path / "secret"))
+            )
+            for _, text in files[number : number + 2]
+        ]
+        found = diagnose(*ends)
+        assert found.ok, found.answer
+        assert found.connector_checked
+        # The addresses of two hosts are not both of the host that runs this test.
+        assert {f.what for f in found.findings if f.verdict != "ok"} <= {"transport"}
 
 
 @pytest.mark.parametrize(

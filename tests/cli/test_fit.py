@@ -29,7 +29,8 @@ def test_which_models_fit_and_for_how_many_users() -> None:
             continue
         weights = Weights.load(fit["model"]).per_rank(tp=fit["tp"], ep=fit["ep"])
         memory = int(find_gpu("H100").memory * 0.9) - weights - fit["overhead"]
-        made = plan(fit["model"], memory=memory, tp=fit["tp"], max_len="128K")
+        sizes = {"tp": fit["tp"], "dcp": fit["dcp"]}
+        made = plan(fit["model"], memory=memory, **sizes, max_len="128K")
         assert (fit["weights_per_rank"], fit["memory"]) == (weights, memory)
         assert fit["users_decoding"] == int(made.requests(in_flight=1)) * fit["dp"]
         assert fit["users_prefilling"] == int(made.requests()) * fit["dp"]

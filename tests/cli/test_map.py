@@ -12,6 +12,8 @@ def test_a_model_is_drawn_to_a_file(tmp_path: Path) -> None:
     page = tmp_path / "map.html"
     text = shown("map", "Qwen3-8B", "--memory", "8GiB", "--max-len", "4K", "-o", str(page))
     assert text.startswith("Wrote ")
+    again = shown("map", "Qwen3-8B", "-o", str(page))
+    assert again.startswith("Replaced "), "a file that was there is mentioned"
     content = page.read_text()
     assert content.startswith("<!doctype html>")
     assert all(f'"order":"{order}"' in content for order in ("LBNHC", "BHLNC", "LHBNC"))

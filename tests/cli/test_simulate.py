@@ -29,6 +29,31 @@ def test_every_figure_has_a_name() -> None:
     assert {"hit_rate_by_request", "hit_rate_last_half", "computed_again", "evictions"} <= set(row)
 
 
+def test_the_legend_bounds_what_can_be_found_and_small_counts_are_exact() -> None:
+    options = ["Llama-3.1-8B", "--memory", "1100MiB", "--trace", TRACE, *SHORT]
+    (row,) = said("simulate", *options)["rows"]
+    text = " ".join(shown("simulate", *options).split())
+    assert f"(at most {row['ceiling']:.1%}, if every token were kept and could be reused)" in text
+    assert 0 < row["computed_again"] < 100_000
+    assert f" {row['computed_again']:,} " in text
+
+
+def test_memory_is_not_compared_on_gpus(tmp_path: Path) -> None:
+    asked = ["simulate", "Qwen3-8B", "--gpu", "H100", "--trace", TRACE]
+    page = ["-o", str(tmp_path / "page.html")]
+    for more, got in (
+        (["--compare", "memory"], "--compare memory and --gpu"),
+        (["--compare", "memory", *page], "--output and --gpu"),
+        (page, "--output and --gpu"),
+    ):
+        result = kvatlas(*asked, *more)
+        assert result.exit_code == 2
+        told = " ".join(result.output.split())
+        assert got in told
+        assert "Omit --gpu" in told
+        assert "more memory" not in told
+
+
 def test_side_by_side() -> None:
     options = ["Qwen3.5-397B-A17B", "--memory", "6GiB", "--trace", TRACE]
     rows = said("simulate", *options, "--compare", "policy=vllm,atlas,uniform")["rows"]
@@ -88,7 +113,7 @@ def test_curves_over_memory_are_a_page_without_a_network(tmp_path: Path) -> None
         assert f"<td>{row['hit_rate']:.1%}</td>" in text
     assert text.count('class="curve') == 2 * 2  # in the picture and in the legend
     assert text.count("<circle") == 4
-    assert "unlimited memory 63.0%" in text
+    assert "at most 63.0%" in text
     assert "prefers-color-scheme: dark" in text
     for word in ("http:", "https:", "<script", "url(", "@import"):
         assert word not in text

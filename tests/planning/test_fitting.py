@@ -8,6 +8,15 @@ from kvatlas import AtlasError, Code
 from kvatlas.models import Model, find_gpu
 from kvatlas.planning import Fitting, Topology, fit
 from kvatlas.planning.fitting import given_topology
+from kvatlas.planning.topology import check_vllm_topology
+
+
+def runs_in_vllm(name: str, tp: int, dcp: int) -> bool:
+    try:
+        check_vllm_topology(Model.load(name), tp, dcp)
+    except AtlasError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize(
@@ -18,10 +27,11 @@ def test_no_topology_serves_more_users(name: str, gpus: int) -> None:
     found = fit(name, f"{gpus}xH200", max_len="16K")
     fitting = Fitting(name, find_gpu("H200"), max_len="16K")
     every = [
-        fitting.on(Topology(tp=tp, pp=pp, dp=gpus // tp // pp))
+        fitting.on(Topology(tp=tp, pp=pp, dp=gpus // tp // pp, dcp=dcp))
         for tp in (1, 2, 4, 8)
         for pp in (1, 2, 4, 8)
-        if gpus % (tp * pp) == 0
+        for dcp in (1, 2, 4, 8)
+        if gpus % (tp * pp) == 0 and tp % dcp == 0 and runs_in_vllm(name, tp, dcp)
     ]
     alike = [one for one in every if one.plan and one.topology.pp == found.topology.pp]
     if found.plan is None:
@@ -58,6 +68,16 @@ def test_experts_over_all_replicas_let_attention_be_replicated() -> None:
     assert alone.refusal is not None
     assert alone.refusal.code is Code.WEIGHTS_TOO_LARGE
     assert fitting.on(Topology(tp=1, dp=8, ep=8)).users() > fitting.on(Topology(tp=8)).users()
+
+
+def test_the_best_fit_is_not_below_a_suggestion() -> None:
+    for name, gpus in (("DeepSeek-V3.2", 8), ("Qwen3-32B", 16), ("Qwen3.5-397B-A17B", 8)):
+        fitting = Fitting(name, find_gpu("H200"))
+        best = fitting.best(gpus)
+        offered = [one.users() for one in fitting.suggestions(Topology(tp=gpus))]
+        assert offered
+        assert best.users() >= max(offered)
+        assert best.topology.gpus == gpus
 
 
 def test_suggestions_are_for_those_who_hold_copies() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -119,3 +120,29 @@ def test_quantities(text: str, value: int) -> None:
 @pytest.mark.parametrize(("text", "value"), [("32k", 32000), ("32K", 32768), ("1M", 2**20), (9, 9)])
 def test_lengths(text: str | int, value: int) -> None:
     assert length(text) == value
+
+
+@pytest.mark.parametrize("policy", ["atlas", "vllm"])
+@pytest.mark.parametrize("name", ["Qwen3-8B", "gpt-oss-20b", "Qwen3.5-397B-A17B", "Falcon-H1-34B"])
+def test_too_little_memory_names_the_longest_request_that_fits(name: str, policy: Any) -> None:
+    def fits(max_len: int) -> bool:
+        try:
+            plan(name, memory="1GiB", max_len=max_len, policy=policy)
+        except AtlasError as refusal:
+            assert refusal.code is Code.NOT_ENOUGH_MEMORY
+            return False
+        return True
+
+    with pytest.raises(AtlasError) as refused:
+        plan(name, memory="1GiB", max_len="1M", policy=policy)
+    told = re.search(r"reduce max_len to ([\d,]+) tokens", refused.value.hint)
+    assert told
+    longest = int(told[1].replace(",", ""))
+    assert fits(longest)
+    assert not fits(longest + 1)
+
+
+def test_memory_without_room_for_any_request_names_no_length() -> None:
+    with pytest.raises(AtlasError) as refused:
+        plan("Falcon-H1-34B", memory="300MiB")
+    assert "max_len" not in refused.value.hint

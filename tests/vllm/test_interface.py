@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from kvatlas.engines.vllm.connector import KVAtlasEndpoint
 from kvatlas.engines.vllm.connector_stats import COUNTERS, KVAtlasPromMetrics, KVAtlasStats
 from kvatlas.engines.vllm.supported_versions import METHODS, check_version
 from kvatlas.engines.vllm.tier_worker import TierCounts
+from kvatlas.engines.vllm.transfer_keys import TRANSFER_KEYS
 from kvatlas.engines.vllm.worker_side import PullCounts
 from tests.vllm.shapes import Config, FullAttentionSpec, Group, vllm_config
 
@@ -47,6 +49,10 @@ def test_vllm_finds_the_connector_by_its_flag() -> None:
     check_version(vllm.__version__, KVConnectorBase_V1)
     overridden = {name for name in METHODS if name in vars(KVAtlasConnector)}
     assert set(METHODS) - overridden == {"bind_connector_metadata"}
+
+
+def test_the_keys_beside_the_role_are_vllms() -> None:
+    assert set(TRANSFER_KEYS) == {field.name for field in dataclasses.fields(KVTransferConfig)}
 
 
 def test_settings_are_read_when_the_engine_starts() -> None:

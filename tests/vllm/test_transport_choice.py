@@ -59,7 +59,9 @@ def test_options_need_a_transport() -> None:
         ({"transport": "tcp"}, "ok", "available"),
         ({"transport": "tcp", "listen": "10.0.0.5"}, "no", "loopback only"),
         ({"transport": "shm", "listen": "10.0.0.5"}, "no", "loopback only"),
-        ({"listen": "10.99.99.99"}, "look", "not available on this host"),
+        ({"listen": "10.99.99.99"}, "no", "cannot listen"),
+        ({"transport": "tcp", "transport_options": {"hosts": "::1"}}, "no", "options are host"),
+        ({"transport": "tcp", "transport_options": {"host": "10.99.99.99"}}, "no", "listen"),
     ],
 )
 def test_doctor_opens_the_transport(given: dict[str, Any], verdict: Verdict, reason: str) -> None:

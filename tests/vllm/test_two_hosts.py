@@ -39,11 +39,12 @@ def script(*arguments: str, **environment: str) -> str:
 def test_what_the_script_runs_is_what_engines_take(tmp_path: Path) -> None:
     for name in ("serve.sh", "local.sh"):
         subprocess.run([BASH, "-n", str(HERE / name)], check=True, timeout=20)
-    settings = (HERE / "hosts.env").read_text().replace("/run/secrets", str(tmp_path))
+    run = tmp_path / "not" / "yet"  # the folder of the secret is made too
+    settings = (HERE / "hosts.env").read_text().replace("/run/secrets", str(run))
     (tmp_path / "hosts.env").write_text(settings)
     there = {"HOSTS_ENV": str(tmp_path / "hosts.env"), "PYTHON": sys.executable}
     assert "Wrote" in script("secret", **there)
-    assert (tmp_path / "kvatlas").stat().st_mode & 0o077 == 0
+    assert (run / "kvatlas").stat().st_mode & 0o077 == 0
     ends = [script(role, "--dry-run", **there) for role in ("prefill", "decode")]
     made = [EngineArguments.of_command(line) for line in ends]
     for one in made:

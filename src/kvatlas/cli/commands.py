@@ -253,7 +253,8 @@ def map(  # noqa: A001 - the command's name
         typer.Option(
             "-o",
             "--output",
-            help="The output file. [dim]By default map.html; --svg and --text print.[/]",
+            help="The output file, which is replaced. [dim]By default map.html; --svg and --text "
+            "print.[/]",
         ),
     ] = None,
     svg: Annotated[bool, typer.Option("--svg", help="Draw an SVG picture.")] = False,
@@ -279,8 +280,10 @@ def map(  # noqa: A001 - the command's name
         typer.echo(drawn.svg() if svg else drawn.text(), nl=False)
         return
     form = "svg" if svg else "txt" if text else "html"
-    path = drawn.save(output or Path(f"map.{form}"), form=form)
-    show(written(path))
+    path = output or Path(f"map.{form}")
+    replaced = path.exists()
+    path = drawn.save(path, form=form)
+    show(written(path, replaced=replaced))
     if opened:
         typer.launch(path.absolute().as_uri())
 

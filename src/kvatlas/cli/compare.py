@@ -93,15 +93,20 @@ def compared_plans(options: PlanOptions, axis: str, values: tuple[str, ...] = ()
     In each row, `ratio` is the number of decoding requests that fit, divided by that number in the
     first row whose plan was not refused.
     """
-    if axis == "memory" and options.gpu is not None:
-        hint = "Omit --gpu to compare memory sizes"
-        raise contradictory("--compare memory and --gpu", hint)
+    check_memory_axis(options, axis)
     model = options.load()
     rows = [_compared(options, model, axis, value) for value in values or usual(model, axis)]
     first = next((row["requests_decoding"] for row in rows if not row["refused"]), None)
     for row in rows:
         row["ratio"] = None if row["refused"] else round(row["requests_decoding"] / first, 4)
     return rows
+
+
+def check_memory_axis(options: PlanOptions, axis: str) -> None:
+    """Raise an error if memory sizes are compared although `--gpu` determines the memory."""
+    if axis == "memory" and options.gpu is not None:
+        hint = "Omit --gpu to compare memory sizes"
+        raise contradictory("--compare memory and --gpu", hint)
 
 
 def compared_title(options: PlanOptions, model: Model, *axes: str) -> Text:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvatlas.cli.compare import AXES, usual
+from kvatlas.cli.compare import AXES, check_memory_axis, usual
 from kvatlas.cli.failures import plain
 from kvatlas.cli.options import PlanOptions, contradictory
 from kvatlas.cli.progress import progress_bar
@@ -76,6 +76,7 @@ def hit_rows(options: PlanOptions, question: Question, axes: Axes) -> Iterator[R
     for axis, given in axes:
         if axis == "tier":
             _check_tiers(question.replay, given)
+        check_memory_axis(options, axis)
         values = given or POOL_AXES.get(axis) or usual(options.load(), axis)
         for value in values:
             row: Row = {"model": options.model, "compare": axis or None, "value": value or None}
@@ -94,6 +95,9 @@ def curve_rows(options: PlanOptions, question: Question, axes: Axes) -> Iterator
 
     Yield one row for each pair of a memory size and a value.
     """
+    if options.gpu is not None:
+        hint = "Omit --gpu: with --output, every curve is drawn over sizes of --memory"
+        raise contradictory("--output and --gpu", hint)
     memories = next((given for axis, given in axes if axis == "memory"), ())
     others = [(axis, given) for axis, given in axes if axis != "memory"]
     for memory in memories or usual(options.load(), "memory"):

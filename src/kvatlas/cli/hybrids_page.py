@@ -35,7 +35,7 @@ kvatlas hybrids > docs/reference/data/hybrids.md
 | column | meaning |
 |---|---|
 | block | tokens per block |
-| padding | share of padding in a request of {MAX_LEN:,} tokens |
+| padding | bytes that no token can use, as a share of a request of {MAX_LEN:,} tokens; the unfilled end of its last block is not counted |
 | tokens | tokens that fit, in requests of {MAX_LEN:,} tokens, even if the model was trained for fewer |
 | 4k, 32k | users that fit while they decode, at 4,096 and 32,768 tokens |
 | way | storage of recurrent states: in blocks that otherwise hold N attention layers (`pack N`), or as in vLLM if no smaller block fits as many users |

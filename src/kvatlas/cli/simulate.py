@@ -201,10 +201,19 @@ def _figures(row: Row) -> tuple[str, ...]:
         f"{row['hit_rate']:.1%}",
         f"{row['hit_rate_by_request']:.1%}",
         f"{row['hit_rate_last_half']:.1%}",
-        f"{row['computed_again'] / 1e6:,.1f}M",
+        _count(row["computed_again"]),
         "-" if saved is None else f"{saved:,.0f} s",
         f"{row['evictions']:,}",
     )
+
+
+def _count(tokens: int) -> str:
+    """Return a number of tokens: exact below 100,000, otherwise in millions.
+
+    >>> _count(31_744), _count(2_345_678)
+    ('31,744', '2.3M')
+    """
+    return f"{tokens:,}" if tokens < 100_000 else f"{tokens / 1e6:,.1f}M"
 
 
 def _legend(found: list[Row]) -> list[RenderableType]:
@@ -212,9 +221,10 @@ def _legend(found: list[Row]) -> list[RenderableType]:
         return []
     text = (
         "total: cache memory of all ranks. found: share of the prompt tokens that the cache "
-        f"serves (with unlimited memory {found[0]['ceiling']:.1%}). mean: average of this share "
-        "over requests. half: the share in the last half of the requests. again: tokens that an "
-        "earlier request had computed. saved: seconds of prefill, at 2 FLOPs per parameter and "
-        "token, plus attention, at --tflops. evicted: evicted blocks."
+        f"serves (at most {found[0]['ceiling']:.1%}, if every token were kept and could be "
+        "reused). mean: average of this share over requests. half: the share in the last half of "
+        "the requests. again: tokens that an earlier request had computed. saved: seconds of "
+        "prefill, at 2 FLOPs per parameter and token, plus attention, at --tflops. evicted: "
+        "evicted blocks."
     )
     return [Text(text, style="dim")]

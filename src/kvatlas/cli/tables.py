@@ -93,9 +93,9 @@ def both_ends(source: object, destination: object) -> Table:
     return grid
 
 
-def written(path: Path) -> Text:
-    """Return the line that reports a written file. A long path is not wrapped."""
-    text = f"Wrote {plain(path)}, {size(path.stat().st_size)}."
+def written(path: Path, *, replaced: bool = False) -> Text:
+    """Return the line that reports a written or replaced file. A long path is not wrapped."""
+    text = f"{'Replaced' if replaced else 'Wrote'} {plain(path)}, {size(path.stat().st_size)}."
     return Text(text, no_wrap=True)
 
 

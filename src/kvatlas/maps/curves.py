@@ -34,7 +34,7 @@ class CurveText(NamedTuple):
 
 
 def curves_page(curves: Sequence[Curve], ceiling: float, text: CurveText) -> str:
-    """Return the HTML page. `ceiling` is the hit rate with unlimited memory, drawn as a line.
+    """Return the HTML page. `ceiling` is the greatest possible hit rate, drawn as a line.
 
     >>> curve = Curve("a <model>", ((1 << 30, 0.25), (4 << 30, 0.5)))
     >>> page = curves_page([curve], 0.6, CurveText("Hits", "", "", ["memory"], [["1 GiB"]]))
@@ -81,9 +81,7 @@ def curves_picture(curves: Sequence[Curve], ceiling: float) -> str:
         lines.append(f'<text x="{_LEFT - 4}" y="{at + 3}" text-anchor="end">{label}</text>')
     lines += _memory_labels(sizes, x)
     lines.append(f'<path class="ceiling" d="M{_LEFT} {y(ceiling)}H{_RIGHT}"/>')
-    lines.append(
-        f'<text x="{_LEFT + 3}" y="{y(ceiling) - 3}">unlimited memory {ceiling:.1%}</text>'
-    )
+    lines.append(f'<text x="{_LEFT + 3}" y="{y(ceiling) - 3}">at most {ceiling:.1%}</text>')
     for place, curve in enumerate(curves):
         path = "L".join(f"{x(memory)} {y(share)}" for memory, share in curve.points)
         lines.append(f'<path class="curve {_style(place)}" d="M{path}"/>')

@@ -4,7 +4,8 @@
 them: `dp` replicas, each with `pp` pipeline stages of `tp` ranks. The weights are placed
 first; caches get the rest of the memory. Pipelines are tried only if nothing fits without
 them. A mixture-of-experts model can also distribute its experts over the ranks of all replicas
-(`ep`), as engines do when attention is replicated.
+(`ep`), as engines do when attention is replicated. If ranks hold copies of the cache, decode
+context parallelism (`dcp`) is tried too, with the largest size that vLLM supports.
 """
 
 from __future__ import annotations
@@ -98,13 +99,13 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Sort key of fits; the fit with the smallest key is the best.
 
         Fits with a plan come first. Fewer pipeline stages are better, then more users, then
-        fewer replicas. Among fits without a plan, fewer weight bytes per rank are better, so
-        that the error of the closest attempt is reported. Invalid topologies, for which no
-        weights were computed, come last.
+        fewer replicas, then a smaller dcp. Among fits without a plan, fewer weight bytes per rank
+        are better, so that the error of the closest attempt is reported. Invalid topologies, for
+        which no weights were computed, come last.
         """
         if self.plan is None:
             return (True, not self.weights, self.weights)
-        return (False, self.topology.pp, -self.users(), self.topology.dp)
+        return (False, self.topology.pp, -self.users(), self.topology.dp, self.topology.dcp)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -192,7 +193,8 @@ class Fitting:
         """Return the fit on `gpus` GPUs that serves the most users."""
         found, gpus = list[Fit](), positive(gpus, "the number of GPUs")
         for pp in (n for n in range(1, min(gpus, MOST_RANKS) + 1) if gpus % n == 0):
-            found += [self.on(topology) for topology in self._topologies(gpus // pp, pp)]
+            for topology in self._topologies(gpus // pp, pp):
+                found += [self.on(topology), *self._with_dcp(topology)]
             if any(fit.plan for fit in found):
                 break
         return min(found, key=lambda fit: fit.rank)
@@ -202,12 +204,8 @@ class Fitting:
 
         Yields nothing if `topology` does not replicate the cache.
         """
+        yield from self._with_dcp(topology)
         copies = self._copies(topology.tp)
-        for dcp in sorted((n for n in range(2, copies + 1) if topology.tp % n == 0), reverse=True):
-            fit = self.on(msgspec.structs.replace(topology, dcp=dcp))
-            if fit.plan is not None and self._vllm_takes(topology.tp, dcp):
-                yield fit
-                break
         if copies > 1 and topology.pp == 1:
             dp = topology.dp * copies
             ep = topology.gpus if self._has_experts else 1
@@ -221,6 +219,17 @@ class Fitting:
             # Distributing experts over all replicas never takes more memory than replicating them.
             deal = dp > 1 and pp == 1 and self._has_experts
             yield Topology(tp=tp, pp=pp, dp=dp, ep=gpus if deal else 1)
+
+    def _with_dcp(self, topology: Topology) -> Iterator[Fit]:
+        """Yield the fit with the largest dcp that vLLM supports, if ranks hold copies."""
+        copies = self._copies(topology.tp)
+        for dcp in sorted((n for n in range(2, copies + 1) if topology.tp % n == 0), reverse=True):
+            if not self._vllm_takes(topology.tp, dcp):
+                continue
+            fit = self.on(msgspec.structs.replace(topology, dcp=dcp))
+            if fit.plan is not None:
+                yield fit
+                break
 
     def _copies(self, tp: int) -> int:
         """Return how many of `tp` ranks hold the cache of the same KV heads."""

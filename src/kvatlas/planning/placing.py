@@ -11,6 +11,8 @@ from functools import cached_property
 from math import lcm
 from typing import NamedTuple
 
+import msgspec
+
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import (
     Layout,
@@ -209,7 +211,8 @@ def divide_memory(
         widths = [part.width for part in parts]
         taken = sum(blocks * width for blocks, width in zip(least, widths, strict=True))
         if taken > request.memory:
-            raise not_enough(request, taken, states=any(named))
+            longest = _longest_request(request, drafts, stages)
+            raise not_enough(request, taken, longest, states=any(named))
         total = sum(need * width for need, width in zip(grows, widths, strict=True))
         for i, width in enumerate(widths):
             if width:
@@ -233,18 +236,46 @@ def least_memory(request: PlanRequest, draft: PlanDraft) -> int:
 
     The result is in bytes per rank.
     """
-    needs = [pool.needed(request) for pool in draft.pools]
-    least = _least_blocks(needs, [request.requests if p.states else None for p in draft.pools])
+    return _least_memory(request, draft.pools, draft.stages(request))
+
+
+def longest_request(request: PlanRequest, draft: PlanDraft) -> int:
+    """Return the tokens of the longest request that a draft fits in the memory; 0 if none fits."""
+    return _longest_request(request, draft.pools, draft.stages(request))
+
+
+def _least_memory(
+    request: PlanRequest, pools: Sequence[PoolDraft], stages: Sequence[Sequence[PoolDraft]]
+) -> int:
+    needs = [pool.needed(request) for pool in pools]
+    least = _least_blocks(needs, [request.requests if pool.states else None for pool in pools])
     return max(
         sum(blocks * part.width for blocks, part in zip(least, parts, strict=True))
-        for parts in draft.stages(request)
+        for parts in stages
     )
 
 
-def not_enough(request: PlanRequest, needed: int, *, states: bool = False) -> AtlasError:
+def _longest_request(
+    request: PlanRequest, pools: Sequence[PoolDraft], stages: Sequence[Sequence[PoolDraft]]
+) -> int:
+    fits, too_long = 0, request.max_len
+    while too_long - fits > 1:
+        length = (fits + too_long) // 2
+        shorter = msgspec.structs.replace(request, max_len=length)
+        if _least_memory(shorter, pools, stages) <= request.memory:
+            fits = length
+        else:
+            too_long = length
+    return fits
+
+
+def not_enough(
+    request: PlanRequest, needed: int, longest: int, *, states: bool = False
+) -> AtlasError:
     """Return the error for too little memory; `needed` is the minimum, in bytes per rank.
 
-    If `states` is true, the message also mentions the separate pool of recurrent states.
+    `longest` is the length in tokens of the longest request that fits; 0 if none does. If `states`
+    is true, the message also mentions the separate pool of recurrent states.
     """
     what = f"one request of {request.max_len:,} tokens needs"
     if states:
@@ -252,7 +283,9 @@ def not_enough(request: PlanRequest, needed: int, *, states: bool = False) -> At
             f"one request of {request.max_len:,} tokens and the states of "
             f"{request.requests:,} requests need"
         )
-    hint = f"Provide at least {needed:,} bytes per rank, or reduce max_len"
+    hint = f"Provide at least {needed:,} bytes per rank"
+    if longest:
+        hint += f", or reduce max_len to {longest:,} tokens, the longest request that fits"
     if request.memory < _FORGOTTEN_UNIT:
         hint = f"Did you mean {request.memory}GB?"
     return AtlasError(

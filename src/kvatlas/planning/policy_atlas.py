@@ -48,6 +48,7 @@ from kvatlas.planning.placing import (
     blocks_held,
     kernels_read,
     least_memory,
+    longest_request,
     make_plan,
     not_enough,
 )
@@ -168,9 +169,11 @@ def _plan_hybrid(hybrid: Hybrid) -> Plan:
             return made
         tried.append(draft)
     own = _vllms_own(hybrid)
-    least = min((least_memory(request, x) for x in (*tried, own) if x), default=0)
+    drafts = [draft for draft in (*tried, own) if draft]
+    least = min((least_memory(request, draft) for draft in drafts), default=0)
     if least > request.memory:
-        raise not_enough(request, least)
+        longest = max(longest_request(request, draft) for draft in drafts)
+        raise not_enough(request, least, longest)
     if own is not None:
         return make_plan(request, own, policy="atlas")
     if request.states == "shared" or request.runs_on:

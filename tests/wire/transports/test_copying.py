@@ -163,3 +163,8 @@ def test_names_are_in_the_order_of_preference() -> None:
     assert TRANSPORT_NAMES == ("cuda", "nixl", "mooncake", "tcp", "shm", "memory")
     with pytest.raises(AtlasError):
         make_transport("carrier pigeon")
+
+
+def test_an_option_that_a_transport_lacks_is_refused_with_those_it_has() -> None:
+    with pytest.raises(AtlasError, match="Its options are host, shared"):
+        make_transport("tcp", hosts="127.0.0.1")

@@ -20,7 +20,7 @@ from kvatlas.engines.vllm.engine_pair import Ends, EngineEnd, Finding, finding
 from kvatlas.engines.vllm.identity_findings import latent_on_cpu_finding, weights_finding
 from kvatlas.engines.vllm.plan_findings import dtypes_of, plan_findings, windows_of
 from kvatlas.engines.vllm.supported_versions import KNOWN
-from kvatlas.engines.vllm.transport_finding import opened_transport_finding
+from kvatlas.engines.vllm.transport_finding import opened_transport_finding, tls_refusal
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import Check
@@ -43,6 +43,8 @@ class Diagnosis:
     findings: tuple[Finding, ...]
     moves: Check | None
     """The transfer of one request; None if the caches are incompatible."""
+    connector_checked: bool = True
+    """Whether both engines' connector settings were given, and so were compared."""
 
     @property
     def ok(self) -> bool:
@@ -56,10 +58,12 @@ class Diagnosis:
         doubted = [finding.what for finding in self.findings if finding.verdict == "look"]
         if wrong:
             what = wrong[0].what[0].upper() + wrong[0].what[1:]
-            return f"These engines cannot exchange caches. {what}: {wrong[0].why}."
-        if doubted:
-            return f"These engines can exchange caches; check: {', '.join(doubted)}."
-        return "These engines can exchange caches."
+            end = "" if wrong[0].why.endswith("?") else "."
+            return f"These engines cannot exchange caches. {what}: {wrong[0].why}{end}"
+        can = "These engines can exchange caches"
+        if not self.connector_checked:
+            can += " (connector not checked)"
+        return f"{can}; check: {', '.join(doubted)}." if doubted else f"{can}."
 
     def as_dict(self) -> dict[str, Any]:
         """Return the diagnosis as a JSON object."""
@@ -78,7 +82,7 @@ def diagnose(
 
     >>> one, two = (EngineArguments.of_changes("Qwen3-8B", said) for said in ("tp=2", "tp=1"))
     >>> diagnose(one, two).answer
-    'These engines can exchange caches.'
+    'These engines can exchange caches (connector not checked).'
     >>> other = EngineArguments.of_changes("Qwen3-8B", "kv-cache-dtype=fp8")
     >>> diagnose(one, other).ok
     False
@@ -87,10 +91,11 @@ def diagnose(
     findings, moves = plan_findings(ends, tokens)
     if any(end.arguments is not None for end in ends):
         findings += [found for look in _ARGUMENTS if (found := look(ends)) is not None]
-    if all(end.settings is not None for end in ends):
+    checked = all(end.settings is not None for end in ends)
+    if checked:
         findings += [found for look in _SETTINGS if (found := look(ends)) is not None]
     findings.append(_versions())
-    return Diagnosis(tuple(findings), moves)
+    return Diagnosis(tuple(findings), moves, connector_checked=checked)
 
 
 # -- checks of the engines' arguments -------------------------------------------------------
@@ -108,9 +113,8 @@ def _connector(ends: Ends) -> Finding | None:
         why = f"both need kv_connector {_CONNECTOR} and kv_connector_module_path {_MODULE}"
         return finding("connector", names, "no", why)
     for end in ends:
-        if end.bad_settings is not None:
-            why = f"{end.bad_settings.got}. {end.bad_settings.hint}"
-            return finding("connector", names, "no", why)
+        if end.bad_settings:
+            return finding("connector", names, "no", end.bad_settings)
     return finding("connector", names)
 
 
@@ -283,6 +287,8 @@ def _secrets(ends: Ends) -> Finding | None:
         return finding("secret", said, "no", why)
     if found[0] != found[1]:
         return finding("secret", said, "no", "the secrets differ")
+    if unprotected := tls_refusal():
+        return finding("secret", said, "no", unprotected)
     return finding("secret", said, why="the same in both engines")
 
 

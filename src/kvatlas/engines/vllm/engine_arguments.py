@@ -27,6 +27,7 @@ _SHORT = {
     "prefix_caching": "enable_prefix_caching",
     "max_len": "max_model_len",
     "memory": "kv_cache_memory_bytes",
+    "kv_dtype": "kv_cache_dtype",
 }
 """Short names of arguments, in vLLM or in kvatlas."""
 _LAYOUT_VARIABLE = "VLLM_KV_CACHE_LAYOUT"

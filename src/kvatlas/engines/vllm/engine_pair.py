@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from kvatlas.engines.vllm.engine_arguments import EngineArguments
 from kvatlas.engines.vllm.settings import ConnectorSettings
+from kvatlas.engines.vllm.transfer_keys import EXTRA, unknown_transfer_key
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 
@@ -41,7 +42,8 @@ class EngineEnd:
         self.plan = given if isinstance(given, Plan) else None
         self.refusal: AtlasError | None = None
         self.settings: ConnectorSettings | None = None
-        self.bad_settings: AtlasError | None = None
+        self.bad_settings = ""
+        """The reason against the connector's settings; empty if they are valid."""
         if self.arguments is None:
             return
         try:
@@ -51,11 +53,17 @@ class EngineEnd:
                 raise
             self.refusal = refusal
         if self.transfer:
-            try:
-                extra = self.transfer.get("kv_connector_extra_config")
-                self.settings = ConnectorSettings.read(extra)
-            except AtlasError as refusal:
-                self.bad_settings = refusal
+            self._read_settings()
+
+    def _read_settings(self) -> None:
+        known = ConnectorSettings.__struct_fields__
+        self.bad_settings = unknown_transfer_key(self.transfer, known)
+        if self.bad_settings:
+            return
+        try:
+            self.settings = ConnectorSettings.read(self.transfer.get(EXTRA))
+        except AtlasError as refusal:
+            self.bad_settings = f"{refusal.problem}: {refusal.got}. {refusal.hint}"
 
     @property
     def transfer(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, get_args
 import msgspec
 from msgspec import Meta
 
+from kvatlas.engines.vllm.transfer_keys import TRANSFER_KEYS
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning.request import quantity
 from kvatlas.pool import Checkpoints, checkpoint_policy
@@ -22,6 +23,7 @@ AUTO = "auto"
 """The transport is chosen when the engine registers its caches."""
 _NO_TRANSPORT = "none"
 _LOOPBACK = ("127.", "localhost", "::1")
+_WILDCARDS = ("0.0.0.0", "::")  # noqa: S104
 _IN_MEMORY = "memory"
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
 Scale = Annotated[float, Meta(gt=0)]
@@ -64,7 +66,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """The transport: `nixl`, `tcp`, `shm` (one host only), ...; `none` to use a tier only. `auto`:
     shared memory on one host; between hosts NIXL over RDMA, or `tcp` without RDMA."""
     transport_options: dict[str, Any] = {}
-    """Options of the transport, such as `{"device": "eth0"}` for nixl."""
+    """Options of the transport, such as `{"device": "mlx5_0:1"}` for nixl."""
     how: How = "auto"
     """`direct`: one descriptor per run. `staged`: gather at the source. `coalesced`: scatter at the
     destination. `auto`: by measured cost."""
@@ -121,10 +123,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         given = dict(given or {})
         for key in given:
             if key not in cls.__struct_fields__:
-                near = get_close_matches(str(key), cls.__struct_fields__, 1)
-                hint = f"Did you mean {near[0]!r}?" if near else f"Valid keys: {', '.join(_keys())}"
                 problem = "kv_connector_extra_config contains an unknown key"
-                raise AtlasError(Code.BAD_CONFIG, problem, got=repr(key), hint=hint)
+                raise AtlasError(Code.BAD_CONFIG, problem, got=repr(key), hint=_key_hint(str(key)))
         if given.get("how", "auto") not in get_args(How):
             raise _bad(f"how {given['how']!r}", how_hint(given["how"]))
         try:
@@ -141,7 +141,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if settings.transport == AUTO and settings.transport_options:
             got = f"transport_options {settings.transport_options} with transport 'auto'"
             raise _bad(got, "Set transport, since each transport has other options")
-        if settings.listen in ("0.0.0.0", "::") and settings.advertise is None:  # noqa: S104
+        if settings.listen in _WILDCARDS and settings.advertise is None:
             raise _bad(
                 f"listen {settings.listen!r}", "Set advertise to a host name that peers can reach"
             )
@@ -204,6 +204,11 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return self.advertise or self.listen
 
     @property
+    def own_address(self) -> str:
+        """The address that the engine listens on; the advertised one if it listens on all."""
+        return self.reachable if self.listen in _WILDCARDS else self.listen
+
+    @property
     def local(self) -> bool:
         """Whether the engine can be reached from its own host only."""
         return self.reachable.startswith(_LOOPBACK)
@@ -242,8 +247,13 @@ def _host(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
-def _keys() -> tuple[str, ...]:
-    return ConnectorSettings.__struct_fields__
+def _key_hint(unknown: str) -> str:
+    """Return the place of a key that vLLM reads itself, the nearest setting, or all settings."""
+    if unknown in TRANSFER_KEYS:
+        return "Put it into kv_transfer_config, as kv_role"
+    known = ConnectorSettings.__struct_fields__
+    near = get_close_matches(unknown, known, 1)
+    return f"Did you mean {near[0]!r}?" if near else f"Valid keys: {', '.join(known)}"
 
 
 def _bad(got: str, hint: str) -> AtlasError:

@@ -11,8 +11,6 @@ from kvatlas.engines.vllm.settings import AUTO, ConnectorSettings
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire.transports.nixl_agents import nixl_installed, rdma_devices
 
-_WILDCARDS = ("0.0.0.0", "::")  # noqa: S104
-
 
 class TransportChoice(NamedTuple):
     """A transport, its options, and the reason for the choice."""
@@ -57,7 +55,4 @@ def choose_transport(settings: ConnectorSettings, *, on_gpu: bool) -> TransportC
             got=f"transport 'auto', caches in GPU memory, and {missing}",
             hint="Install nixl on hosts with RDMA devices, or listen on 127.0.0.1 on one host",
         )
-    host = settings.listen
-    if host in _WILDCARDS and settings.advertise is not None:
-        host = settings.advertise
-    return TransportChoice("tcp", {"host": host}, missing)
+    return TransportChoice("tcp", {"host": settings.own_address}, missing)

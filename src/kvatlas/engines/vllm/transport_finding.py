@@ -1,28 +1,65 @@
-"""Open the transport of two engines on this host, and report what peers would see of it."""
+"""Open the transports of two engines, as far as they run on this host, and report the results."""
 
 from __future__ import annotations
 
+import errno
+import socket
 from collections.abc import Sequence
 from contextlib import closing
 
 from kvatlas.engines.vllm.engine_pair import Ends, Finding, Verdict, finding
 from kvatlas.engines.vllm.settings import AUTO, ConnectorSettings
 from kvatlas.engines.vllm.transport_choice import TransportChoice, choose_transport
-from kvatlas.errors import AtlasError
-from kvatlas.wire import Transport, make_transport
+from kvatlas.errors import AtlasError, Code
+from kvatlas.wire import Security, Transport, make_transport
+
+_OTHER_ENVIRONMENT = (Code.MISSING_EXTRA, Code.WRONG_DEVICE)
+"""Engines on loopback may run on another host, with libraries or GPUs that this one lacks."""
 
 
 def opened_transport_finding(ends: Ends, names: Sequence[str]) -> Finding:
-    """Return a finding about the transport of both engines, opened with each engine's options."""
-    said, found = list[str](), list[tuple[Verdict, str]]()
-    for end, name in zip(ends, names, strict=True):
+    """Return a finding about the transport of both engines, opened with each engine's options.
+
+    An engine whose address is not one of this host is not checked.
+    """
+    said, found, unchecked = list(names), list[tuple[Verdict, str]](), list[str]()
+    for number, (end, name) in enumerate(zip(ends, names, strict=True)):
         assert end.settings is not None  # noqa: S101
+        address = end.settings.own_address
+        if not _on_this_host(address):
+            unchecked.append(address)
+            continue
         chosen = choose_transport(end.settings, on_gpu=False)
-        said.append(f"{AUTO} ({chosen.name})" if name == AUTO else name)
+        said[number] = f"{AUTO} ({chosen.name})" if name == AUTO else name
         found.append(_opened(chosen, end.settings))
+    if not found:
+        why = "neither address is of this host: run doctor on the host of each engine"
+        return finding("transport", said, "look", why)
     order: Sequence[Verdict] = ("no", "look", "ok")
     verdict, why = min(found, key=lambda one: order.index(one[0]))
-    return finding("transport", said, verdict, why)
+    skipped = [f"{address} is not an address of this host: not checked" for address in unchecked]
+    return finding("transport", said, verdict, "; ".join((why, *skipped)))
+
+
+def tls_refusal() -> str:
+    """Return the reason why secrets cannot be used in this environment; empty if they can."""
+    try:
+        Security(bytes(16))
+    except AtlasError as refusal:
+        return f"{refusal.problem}, and a secret needs it. {refusal.hint}"
+    return ""
+
+
+def _on_this_host(address: str) -> bool:
+    """Whether the address, or the address of this host name, belongs to this host."""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(where)
+    except OSError as problem:
+        resolved = not isinstance(problem, socket.gaierror)
+        return resolved and problem.errno != errno.EADDRNOTAVAIL
+    return True
 
 
 def _opened(chosen: TransportChoice, settings: ConnectorSettings) -> tuple[Verdict, str]:
@@ -31,7 +68,9 @@ def _opened(chosen: TransportChoice, settings: ConnectorSettings) -> tuple[Verdi
         with closing(make_transport(chosen.name, **chosen.options)) as transport:
             return _looked_at(transport, settings)
     except AtlasError as refusal:
-        return "look", f"not available on this host: {refusal.got}. {refusal.hint}"
+        if settings.local and refusal.code in _OTHER_ENVIRONMENT:
+            return "look", f"not available on this host: {refusal.got}. {refusal.hint}"
+        return "no", f"{refusal.problem}: {refusal.got}. {refusal.hint}"
 
 
 def _looked_at(transport: Transport, settings: ConnectorSettings) -> tuple[Verdict, str]:
@@ -45,4 +84,8 @@ def _looked_at(transport: Transport, settings: ConnectorSettings) -> tuple[Verdi
     missing = transport.guarantees.missing
     if missing:
         return "look", f"{transport.name} provides no {', '.join(missing)}"
+    if settings.secret_file is None:
+        return "look", "neither encrypted nor authenticated without a secret"
+    if unprotected := tls_refusal():
+        return "no", unprotected
     return "ok", "available on this host; encrypted and authenticated"

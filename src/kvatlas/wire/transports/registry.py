@@ -14,6 +14,7 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from inspect import Parameter, signature
 from typing import Any
 
 from kvatlas.wire.transports.base import Transport
@@ -50,9 +51,21 @@ Choose one of cuda, nixl, mooncake, tcp, shm, memory. [wire_failed]
         made = getattr(import_module(f"kvatlas.wire.transports.{name}"), _CLASSES[name])
     else:
         made = _from_package(name)
+    _check_options(name, made, options)
     with coded_limits():
         transport: Transport = made(**options)
     return transport
+
+
+def _check_options(name: str, made: type[Transport], options: dict[str, Any]) -> None:
+    """Raise an error if the class of a transport has no parameter for one of the options."""
+    known = signature(made).parameters
+    if any(one.kind is Parameter.VAR_KEYWORD for one in known.values()):
+        return
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        got, hint = f"{unknown[0]!r} for {name!r}", f"Its options are {', '.join(known) or 'none'}"
+        raise failed(got, hint, "The transport has no such option")
 
 
 def _from_package(name: str) -> type[Transport]:
