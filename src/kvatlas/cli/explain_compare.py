@@ -39,7 +39,10 @@ def plan_differences(options: PlanOptions, text: str) -> PlanDifferences:
     """Compare plans with different values of one option, such as `policy=vllm@0.32,vllm@0.33`."""
     axes = axes_of([text])
     if len(axes) != 1:
-        raise typer.BadParameter("pass exactly one option.", param_hint="'--compare'")
+        raise typer.BadParameter(
+            "compare exactly one option, such as policy=vllm@0.32,vllm@0.33.",
+            param_hint="'--compare'",
+        )
     ((axis, values),) = axes.items()
     model = options.load()
     rows = compared_plans(options, axis, values)

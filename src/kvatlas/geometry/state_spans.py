@@ -43,7 +43,7 @@ class StateBlocks(NamedTuple):
     residue: int = 0
 
     def overlaps(self, other: StateBlocks) -> bool:
-        """Return whether any state of the request is stored at both ends."""
+        """Return whether any state of the request is stored both here and in `other`."""
         return self.first_common(other) is not None
 
     def first_common(self, other: StateBlocks) -> int | None:

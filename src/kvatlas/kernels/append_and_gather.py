@@ -106,5 +106,5 @@ def _check_rows(
                 Code.BAD_TENSOR,
                 f"`{name}` must be {dtype} of shape {wanted}",
                 got=f"{rows.dtype} of shape {tuple(rows.shape)}",
-                hint="Pass the new tokens of this step, or use write and read to convert dtypes",
+                hint="Pass the rows of the new tokens in this dtype, or convert with `write`",
             )

@@ -30,8 +30,8 @@ def placements_to_copy(source: LayerCache, target: LayerCache) -> list[tuple[Pla
 def cells_alike(source: LayerCache, target: LayerCache) -> bool:
     """Whether whole cells can be copied: both layers have the same fields at the same offsets.
 
-    A cell is all bytes of one head and token. If a field spans a whole page, the strides of heads
-    and tokens must be equal as well.
+    A cell is all bytes of one head and token. If a field spans a whole page, both layers must also
+    have the same head stride and the same token stride.
     """
     a, b = source.page, target.page
     places = [[(f.axes, f.head, f.offset) for f in page.fields] for page in (a, b)]

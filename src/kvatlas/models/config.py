@@ -266,8 +266,8 @@ class Config:
         """Return `width / parts`; raise an error that names key `name` if there is a remainder."""
         if width % parts:
             raise bad(
-                f"The sizes in the config do not divide evenly for {name}",
-                f"{width} / {parts}",
+                f"{name} is not in the config and cannot be computed from other sizes",
+                f"{width} / {parts}, which is not an integer",
                 f"Add or correct {name} in the config",
             )
         return width // parts

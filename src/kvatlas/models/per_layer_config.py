@@ -63,7 +63,7 @@ def _changed(layer: Layer, own: Config) -> AnySpec:
             raise bad(
                 f"per_layer_config changes {key}, which may change the cache of a layer",
                 f"{own.get(key)!r} for layer {layer.index}, a {type(spec).__name__}",
-                "Use the config.json of the model's own repository, not one that was saved again",
+                "Use the original config.json of the model, not one that `save_pretrained` wrote",
             )
     changes: dict[str, Any] = {}
     for key, name in names.items():

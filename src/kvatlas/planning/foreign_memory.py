@@ -149,7 +149,7 @@ class _Seen:
         sizes = [size(axis) for axis in "HNC"]
         if sizes != [self.page.heads, self.page.states, self.page.content]:
             page = f"{self.page.heads} heads, {self.page.states} states, {self.page.content} bytes"
-            raise _wrong_tensor(layer.name, f"H, N and C of sizes {sizes}, expected {page}")
+            raise _wrong_tensor(layer.name, f"axes H, N, C of sizes {sizes}, expected {page}")
 
     @property
     def alike(self) -> tuple[object, ...]:

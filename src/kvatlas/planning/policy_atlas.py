@@ -112,9 +112,9 @@ def _layout(
 
 
 def _shares_blocks(order: str, request: PlanRequest) -> bool:
-    """Return whether attention and states can share blocks in a layout.
+    """Return whether attention layers and recurrent states can share blocks in a layout.
 
-    In an engine, each page must also be contiguous.
+    If the plan is for an engine, each page must also be contiguous.
     """
     layout = Layout(order)
     return layout.block_outermost and (layout.page_contiguous or not request.runs_on)

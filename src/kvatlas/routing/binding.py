@@ -177,7 +177,7 @@ class RepeatedRuns(NamedTuple):
         return made
 
     def part(self, first: int, stop: int) -> RepeatedRuns:
-        """Return the runs at starts `first .. stop - 1`. Repeated calls return the same object."""
+        """Return the runs of starts number `first` to `stop - 1`; cached."""
         key = range(first, stop)
         if key not in self.kept:
             starts, some = self.starts, slice(first, stop)

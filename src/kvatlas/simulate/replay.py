@@ -79,7 +79,7 @@ class Replay(ReplayBase):
     def _fitting(
         self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]
     ) -> list[Ints] | None:
-        """Return the spans to keep in each class, as indices of spans in the request.
+        """Return the indices of the request's spans to keep, for each class of layers.
 
         If the request does not fit into empty pools, the earliest checkpoints are omitted. Returns
         None if it does not fit even without checkpoints.

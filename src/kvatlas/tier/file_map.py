@@ -1,8 +1,8 @@
-"""`FileMap`: a memory mapping of a file that only system calls access.
+"""`FileMap`: a file that is mapped into memory. Only system calls access the mapping.
 
 `process_vm_readv` and `process_vm_writev` copy hundreds of scattered runs in one call, without
 blocking other threads, on any number of cores. If the file was truncated or its disk fails, the
-call fails. Accessing the mapped memory directly would kill the process.
+call returns an error, whereas a direct access to the mapping would kill the process.
 
 Such a call has a local and a remote end. At the local end the system accesses addresses directly.
 At the remote end it first looks up the pages of each range. The end with fewer, longer ranges is

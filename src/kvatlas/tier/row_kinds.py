@@ -40,7 +40,7 @@ class RowField(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowKind(msgspec.Struct, frozen=True, kw_only=True):
-    """The caches of one kind in a model, and their fields.
+    """The caches of a model whose rows have the same heads, fields and formats.
 
     >>> from kvatlas.models import Model
     >>> (kind,) = row_kinds(Model.load("Qwen3-8B").layers)

@@ -263,9 +263,9 @@ class Leases:
         full = of_peer >= _MAX_LEASES_OF_PEER or of_host >= _MAX_LEASES // 2
         if full or (kept and kept + new.entries > _MAX_ENTRIES // 2):
             raise BusyError(
-                f"{of_peer:,} open transfers of this peer (limit {_MAX_LEASES_OF_PEER:,}) with "
-                f"{kept:,} block table entries (limit {_MAX_ENTRIES // 2:,}), "
-                f"{of_host:,} of its host (limit {_MAX_LEASES // 2:,})",
+                f"a peer with {of_peer:,} open transfers (limit {_MAX_LEASES_OF_PEER:,}) and "
+                f"{kept:,} block table entries (limit {_MAX_ENTRIES // 2:,}), whose host has "
+                f"{of_host:,} open transfers (limit {_MAX_LEASES // 2:,})",
                 _BUSY_SECONDS,
             )
 

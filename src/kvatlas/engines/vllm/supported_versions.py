@@ -88,7 +88,7 @@ def check_managers(kv_cache_manager: Any) -> None:
     if not managers or lacking:
         raise AtlasError(
             Code.ENGINE_REFUSES,
-            "vLLM's cache manager does not list and count the blocks of each request",
+            "The cache manager of this vLLM has no attribute for the blocks of a request",
             got=f"single_type_managers without {(lacking or needed)[0]}",
             hint=f"Use vLLM {'.'.join(map(str, KNOWN))}",
         )

@@ -29,8 +29,9 @@ _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 class RunTables(NamedTuple):
     """Tables of the runs to copy, in the form that kernels read: int64 on the copying device.
 
-    One run of contiguous bytes is copied for every pair of a start and a span, whose offsets are
-    added. Offsets and lengths count bytes, or elements if the copy casts.
+    Each pair of a start and a span gives one run of contiguous bytes. The offset of the run is the
+    offset of the start plus the offset of the span. Offsets and lengths count bytes, or elements if
+    the copy casts.
     """
 
     starts: torch.Tensor

@@ -81,7 +81,7 @@ def _placements(layer: LayerCache) -> list[Placement]:
 
 
 def _in_rows(placed: Placement, blocks: int, offset: int, row_bytes: int) -> Placement:
-    """Return a placement of the same axes in the rows of the staging buffer, head-major."""
+    """Return a head-major placement with the axes of `placed`, in rows of the staging buffer."""
     axes = sorted(set(placed.axes) - {"B"}, key="HNCc".index)
     sizes = [("B", blocks), *((axis, placed.size(axis)) for axis in axes)]
     return Placement.packed(sizes, offset=offset, item=placed.item, strides={"B": row_bytes})

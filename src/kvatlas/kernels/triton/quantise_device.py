@@ -287,7 +287,7 @@ def corrected(near, values, divisor, inverse):
 def fifteenth_of(span, PTX: tl.constexpr):
     """Return a fifteenth of each row's span, its maximum minus its minimum.
 
-    If the span is tiny, the result is inexact, but below `LEAST`.
+    For tiny spans the result is inexact. It is below `LEAST` then, which callers use instead.
     """
     if PTX:
         inverse = tl.full(span.shape, 1.0 / 15.0, tl.float32)

@@ -17,7 +17,7 @@ class BranchPoints(Checkpoints):
     asks_for_seen = True
 
     def positions(self, prompt: Prompt) -> Positions:
-        """Return up to two positions: the end of the prefix seen before, and of the prompt.
+        """Return the end of the prefix that was seen before, and the end of the prompt.
 
         A position whose prefix is already cached is omitted.
         """

@@ -43,7 +43,7 @@ class TokenRows(LineFormat):
         """Yield the request of a row."""
         found = [ids for name in _NAMES if (ids := getattr(row, name)) is not None]
         if not found:
-            raise ValueError(f"none of {', '.join(_NAMES)}")
+            raise ValueError(f"the row has no token ids; expected one of {', '.join(_NAMES)}")
         output = len(row.output_token_ids) if row.output_length is None else row.output_length
         time = seconds(row.timestamp, 0.001)
         yield self.of_tokens(found[0], output, row.arrival_time if time is None else time)

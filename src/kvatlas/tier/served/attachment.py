@@ -97,9 +97,9 @@ class Attachment:
     def moving(self) -> Iterator[None]:
         """Prevent other processes from taking over the tier while this one moves bytes.
 
-        Raises an error if the server was replaced or the session has ended, because its blocks
-        may then have other users. Data that was read is valid only if the context exits without
-        an error.
+        Raises an error if the server was replaced or the session has ended: others may then use the
+        blocks of this session. Data that was read is valid only if the context exits without an
+        error.
         """
         with ExitStack() as used:
             if self._use is not None:

@@ -334,7 +334,7 @@ class ExpectedRequests:
 def _all_released(announced: list[Announcement], deadline: float) -> bool:
     """Wait until no pull of these announcements can write to the blocks.
 
-    Return False if that takes until the deadline.
+    Return False if the deadline passes first.
     """
     return all(
         one.transfer.wait_released(max(0.0, deadline - time.monotonic())) for one in announced

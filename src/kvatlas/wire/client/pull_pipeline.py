@@ -134,7 +134,7 @@ class PullPipeline:
         return not nth or self._gathers or nth < self._node.scatter_threads
 
     def _take(self, nth: int) -> tuple[PullPiece, Sequence[Copy]] | None:
-        """Return (piece, copies): the next piece and the runs to read; None if no piece is left."""
+        """Return (next piece, copies that read it) for worker `nth`; None if no piece is left."""
         while not self._taking.acquire(timeout=_LOOK_SECONDS):
             self._transfer.check_cancelled()
         try:

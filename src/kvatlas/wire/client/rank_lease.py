@@ -248,7 +248,7 @@ class RankLease:
                 got = f"staging buffer {max(lent)} in a memory of only {count} buffers"
                 raise protocol.bad_handshake(got)
             if len(set(lent)) < len(lent):
-                raise protocol.bad_handshake(f"staging buffers {lent}, expected different buffers")
+                raise protocol.bad_handshake(f"staging buffers {lent}, expected no buffer twice")
             self.lent = lent
             if 0 < len(lent) < count:
                 return

@@ -189,7 +189,7 @@ class Answers:
         if layers is None:
             raise protocol.bad_handshake(
                 f"layer {question.layer!r} of request {lease.request!r}",
-                problem="The peer waits for a layer of an offer that is not layered",
+                problem="The peer waits for one layer, but the request is not offered by layer",
             )
         seconds = min(question.seconds, lease.left, _LONGEST_WAIT)
         written, mark = layers.wait(question.layer, seconds)

@@ -205,9 +205,9 @@ class CudaTransport(Transport):
             other = published.host != _host()
             raise AtlasError(
                 Code.WRONG_DEVICE,
-                "The transport 'cuda' needs GPUs on one host that both processes see",
+                "The transport 'cuda' needs both GPUs on one host and visible to both processes",
                 got="a peer on another host" if other else "a GPU that this process does not see",
-                hint="Use nixl between hosts; on one host, make both GPUs visible to both",
+                hint="Use nixl between hosts. On one host, make both GPUs visible to each process",
             )
         here = _here.get(published.token)
         if here is not None and any(here.memory.get(pool) != at for pool, at in memory.items()):

@@ -73,9 +73,9 @@ def weigh(logits, top, begin, seen, scale, room, WHO: gl.constexpr):
     """Return (weights, row maxima) of a tile; a weight is 2**(scale * logit - row maximum).
 
     A row's maximum is updated only if it grew by more than `GROWTH`. `scale` must be positive.
-    Only tiles with states after the first query's position, or past the end, are masked. Each
-    warp stores the growth of its maxima in shared memory. Both MMA groups read it later, so no
-    warp waits here for the maxima of another warp.
+    A tile is masked only if it has cached tokens after the position of the first query, or past the
+    end of the sequence. Each warp stores the growth of its maxima in shared memory. Both MMA groups
+    read it later, so no warp waits here for the maxima of another warp.
     """
     limit, least = seen
     if begin + TILE > least:
@@ -116,7 +116,7 @@ def begin_values(acc, room, WHO: gl.constexpr, OF: gl.constexpr):
 
 @gluon.jit
 def add_values(acc, total, top, room, signals, phase, WHO: gl.constexpr, OF: gl.constexpr):
-    """Start to add the weighted values of the other MMA group's tile; first rescale `acc`."""
+    """Rescale `acc`, then start the MMA that adds weighted values of the other group's tile."""
     mbarrier.wait(signals.weighed.index(OF), phase)
     if has_grown(room, OF):
         higher = room.tops.index(OF).load(top.type.layout)
