@@ -265,7 +265,7 @@ def test_leases_are_bounded_for_each_peer(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(AtlasError) as refusal:
         grant("one", "a")
     assert refusal.value.code is Code.BUSY
-    assert "3 open transfers of this peer" in str(refusal.value)
+    assert "a peer with 3 open transfers" in str(refusal.value)
     held += [grant("one", "b") for _ in range(2)]
     with pytest.raises(AtlasError) as refusal:  # half of all for the peers of one host
         grant("one", "c")
