@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvatlas.copying.torch_prepared import TorchPreparedRuns
 from kvatlas.planning import Plan
 from kvatlas.specs import FullAttention, GatedDeltaNet, LatentAttention
 from kvatlas.wire import Session
@@ -108,12 +109,15 @@ def test_elements_are_cast_by_the_copy(peer: Peer) -> None:
         check(peer, src, dst, cast=True)
 
 
-def test_pulls_of_a_known_shape_are_cast_by_prepared_launches(peer: Peer) -> None:
+def test_pulls_of_a_known_shape_are_cast_by_prepared_launches(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for src, dst in CAST:
-        check_again(peer, src, dst)
+        with monkeypatch.context() as patch:
+            check_again(peer, src, dst, patch)
 
 
-def check_again(peer: Peer, src: Plan, dst: Plan) -> None:
+def check_again(peer: Peer, src: Plan, dst: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pull several times over one session. From the third pull on, launches are prepared."""
     named, move = conversion_of(src, dst), move_of(src, dst, TOKENS)
     _, numbers = fill_sources(move, np.random.default_rng(SEED))
@@ -122,14 +126,29 @@ def check_again(peer: Peer, src: Plan, dst: Plan) -> None:
     poison = {rank: oracle.Memory(dst, rank, noise).pools for rank in range(dst.ranks)}
     ranks = GpuRanks(dst, "cuda", poison, TOKENS, convert=named, scales=scales_of(dst))
     sessions = [Session(node, served["endpoints"]) for node in ranks.nodes]
+    launched, post = [], TorchPreparedRuns.post
+
+    def recorded(self: TorchPreparedRuns, *tables: Any) -> Any:
+        posted = post(self, *tables)
+        launched.append((posted is not None, any(one.graph for one in self._made.values())))
+        return posted
+
+    monkeypatch.setattr(TorchPreparedRuns, "post", recorded)
     for turn in range(6):
         before = held_by(ranks)
-        peer.ask("offer", request=f"r{turn}", busy=100)
+        launched.clear()
+        peer.ask("offer", request=f"r{turn}", busy=0)
+        time.sleep(0.05)  # the event of the offer completes
         for session in sessions:
             asked: Any = {"destination_blocks": ranks.blocks, "tokens": TOKENS}
             done = session.pull(f"r{turn}", **asked).wait(30)
             assert done.moved == done.total
         assert_converted(move, numbers, before, held_by(ranks))
+        if turn > 2:
+            assert launched, "prepared launches"
+            assert all(posted for posted, _ in launched)
+        if turn > 4:
+            assert any(graph for _, graph in launched), "a captured graph"
         for pools in ranks.whole.values():
             for whole in pools.values():
                 whole[GUARD:-GUARD] = turn

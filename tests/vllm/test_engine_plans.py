@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine import core
 
 from kvatlas import AtlasError, Code
-from kvatlas.engines.vllm.planner import install
+from kvatlas.engines.vllm import planner_core
+from kvatlas.engines.vllm.planned_groups import KernelBlocks
 from kvatlas.engines.vllm.planner_hooks import PlannerSetting
+from kvatlas.engines.vllm_plugin import install
 from tests.profiles import DEEP
 from tests.vllm.comparing import CLOSE, assert_same, atlas, difference, prompt, split
 from tests.vllm.models import checkpoint
@@ -37,7 +41,7 @@ if DEEP:
 
 def test_vllm_finds_the_plug_in() -> None:
     (found,) = (one for one in entry_points(group="vllm.general_plugins") if "kvatlas" in one.name)
-    assert found.value == "kvatlas.engines.vllm.planner:install"
+    assert found.value == "kvatlas.engines.vllm_plugin:install"
 
 
 @pytest.mark.parametrize(("name", "caching", "batch", "plans"), CASES)
@@ -130,12 +134,12 @@ def test_several_ranks(ranks: str, checkpoints: Path) -> None:
 @pytest.mark.parametrize("changed", ["get_kv_cache_groups", "_pool_bytes_per_block"])
 def test_another_signature_is_refused(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A vLLM 0.32 whose functions are not those that the planner knows; nothing is replaced."""
-    from kvatlas.engines.vllm.planner_0_32 import install_planner
+    from kvatlas.engines.vllm.planner_0_32 import replace_functions
 
     before = core.get_kv_cache_configs
     monkeypatch.setattr(kv_cache_utils, changed, kv_cache_utils.get_uniform_page_size)
     with pytest.raises(AtlasError, match=r"expected .*\(vllm_config, kv_cache_") as refusal:
-        install_planner(PlannerSetting(on=True))
+        replace_functions(PlannerSetting(on=True))
     assert refusal.value.code is Code.ENGINE_REFUSES
     assert core.get_kv_cache_configs is before
 
@@ -145,5 +149,34 @@ def test_an_unknown_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVATLAS_PLAN", "atlas")
     with pytest.raises(AtlasError, match=r"vLLM 0\.34\.0"):
         install()
-    monkeypatch.delenv("KVATLAS_PLAN")
-    install()  # switched off, it does nothing
+
+
+def test_without_the_setting_nothing_is_imported_or_replaced() -> None:
+    code = (
+        "import sys; from kvatlas.engines.vllm_plugin import install; install(); "
+        "print(*(name for name in sys.modules if name.startswith(('kvatlas.', 'vllm'))))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["kvatlas.engines", "kvatlas.engines.vllm_plugin"]
+
+
+def test_a_worker_without_the_planner_keeps_the_plan_away() -> None:
+    reported = planner_core.SpecsWithKernels({"layer": object()})
+    reported.kernels = {"layer": KernelBlocks("FLASH_ATTN", (16,), True)}
+    assert planner_core.reported_kernels([reported, reported, {}]) == reported.kernels
+    with pytest.raises(AtlasError, match="a worker has no planner"):
+        planner_core.reported_kernels([reported, {"layer": object()}])
+
+
+@pytest.mark.parametrize("failure", [AssertionError, NotImplementedError, KeyError, ValueError])
+def test_whatever_fails_vllm_keeps_its_own_plan(
+    failure: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise failure("as vLLM raises it")
+
+    monkeypatch.setattr(planner_core, "reported_kernels", fails)
+    theirs: list[Any] = []
+    setting = PlannerSetting(on=True)
+    chosen = planner_core.choose_configs(None, [], [], setting, "0.32", theirs, fails)
+    assert chosen is theirs

@@ -60,6 +60,12 @@ class SpanPattern(NamedTuple):
     cast: ElementCast | None = None
     """The cast of each element; None to copy bytes. With a cast, offsets count elements."""
 
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes read or written, whichever is larger."""
+        count = len(self.template.starts.source) * int(self.template.length.sum())
+        return count * (1 if self.cast is None else max(self.cast.items))
+
     def fill(self, end: int, tables: Mapping[int, BlockIds], out: Int64s) -> None:
         """Write the byte offset of each span to `out`.
 

@@ -24,6 +24,9 @@ If there are more, neighbouring runs of a block are joined, including the gaps b
 belongs to the same block, and so to the same request.
 """
 
+_KEPT_STARTS = 1 << 15
+"""Ranges are cached for at most this many starts, whose arrays the cache keeps in memory."""
+
 
 class ByteRanges(NamedTuple):
     """Byte ranges of one memory region. They are sorted, and neither overlap nor touch.
@@ -96,21 +99,27 @@ def _grid_ranges(grid: Copy, stream: Stream, index: int) -> list[ByteRanges]:
     found = []
     for length in np.unique(grid.length).tolist():
         spans, gap = grid.source[grid.length == length], 0
-        inner = _block_ranges(grid.starts, length, gap)
+        inner = _block_ranges(grid.starts, length)
         if len(inner.starts) * len(spans) > _MOST_RANGES:
             block = abs(stream.shape().patterns[index].strides[0])
             while len(inner.starts) * len(spans) > _MOST_RANGES and gap < block - 1:
                 gap = min(2 * gap + length, block - 1)
-                inner = _block_ranges(grid.starts, length, gap)
+                at = grid.starts.source
+                inner = ByteRanges.of(at, at + length, gap)
         starts, stops = ((spans[:, None] + one).reshape(-1) for one in inner)
         found.append(ByteRanges(starts, stops))
     return found
 
 
-@lru_cache(maxsize=64)
-def _block_ranges(starts: Starts, length: int, gap: int) -> ByteRanges:
-    """Return the source ranges of one block, joined across gaps of at most `gap` bytes.
+def _block_ranges(starts: Starts, length: int) -> ByteRanges:
+    """Return the source ranges of one block, with adjacent ranges joined.
 
-    Requests of the same plans share their `Starts`, so most requests find their ranges here.
+    Requests of the same plans share their `Starts`, so most requests find their ranges in a cache.
     """
-    return ByteRanges.of(starts.source, starts.source + length, gap)
+    make = _kept_ranges if len(starts.source) <= _KEPT_STARTS else _kept_ranges.__wrapped__
+    return make(starts, length)
+
+
+@lru_cache(maxsize=32)
+def _kept_ranges(starts: Starts, length: int) -> ByteRanges:
+    return ByteRanges.of(starts.source, starts.source + length)

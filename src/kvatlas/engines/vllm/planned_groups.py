@@ -96,14 +96,18 @@ def plan_engine(
         runs_on=f"vllm@{release}",
     )
     made = plan_atlas(request)
+    unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
+    if unit and made.block_size % unit:
+        got = f"prefix_match_unit={unit}, blocks of {made.block_size} tokens"
+        raise declined("prefix_match_unit does not divide the planned blocks", got)
     if made.block_size >= own_block:
-        raise _declined(
+        raise declined(
             "no smaller block fits 99% of the requests of vLLM's plan",
             f"blocks of {own_block} tokens",
         )
     if _crashes_on_cpu(vllm_config, states, made.block_size):
         got = f"max_num_batched_tokens {batch}, blocks of {made.block_size} tokens"
-        raise _declined("on a CPU, vLLM crashes in prefills longer than a block", got)
+        raise declined("on a CPU, vLLM crashes in prefills longer than a block", got)
     return made
 
 
@@ -120,35 +124,35 @@ def check_engine(vllm_config: Any, specs: Mapping[str, Any]) -> None:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     states = [spec for spec in specs.values() if _is_state(spec)]
     if not states or len(states) == len(specs):
-        raise _declined("the model is not a hybrid of attention and recurrent layers", "one kind")
+        raise declined("the model is not a hybrid of attention and recurrent layers", "one kind")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            raise _declined("context parallelism", f"{name}={getattr(parallel, name)}")
+            raise declined("context parallelism", f"{name}={getattr(parallel, name)}")
     if getattr(vllm_config, "speculative_config", None) is not None:
-        raise _declined("speculative decoding", "a speculative_config")
+        raise declined("speculative decoding", "a speculative_config")
     if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
-        raise _declined("sparse attention with a host pool", "a hisparse_config")
+        raise declined("sparse attention with a host pool", "a hisparse_config")
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
-        raise _declined("the hybrid cache manager is disabled", "disable_hybrid_kv_cache_manager")
+        raise declined("the hybrid cache manager is disabled", "disable_hybrid_kv_cache_manager")
     if cache.num_gpu_blocks_override is not None:
-        raise _declined(
+        raise declined(
             "the number of blocks is fixed",
             f"num_gpu_blocks_override={cache.num_gpu_blocks_override}",
         )
     if vllm_config.model_config.original_max_model_len == -1:
-        raise _declined("the longest request depends on the plan", "max_model_len=-1")
+        raise declined("the longest request depends on the plan", "max_model_len=-1")
     if getattr(vllm_config.model_config, "supports_kv_cache_grouping", False):
-        raise _declined("the model groups its layers itself", "SupportsKVCacheGrouping")
+        raise declined("the model groups its layers itself", "SupportsKVCacheGrouping")
     connector = getattr(vllm_config.kv_transfer_config, "kv_connector", None)
     if connector not in (None, "KVAtlasConnector"):
-        raise _declined("the connector was not tested with packed blocks", str(connector))
+        raise declined("the connector was not tested with packed blocks", str(connector))
     padded = [
         name
         for name, spec in specs.items()
         if not _is_state(spec) and getattr(spec, "page_size_padded", None) is not None
     ]
     if padded:
-        raise _declined("pages of attention have padding", f"padding in {padded[0]}")
+        raise declined("pages of attention have padding", f"padding in {padded[0]}")
 
 
 def _model(served: ServedModel, specs: Mapping[str, AnySpec]) -> Model:
@@ -170,7 +174,7 @@ def _backend(name: str, kernels: KernelBlocks | None) -> Backend:
     known = BACKENDS.get(kernels.backend) if kernels else None
     if kernels is None or known is None or not kernels.sizes:
         got = f"{kernels.backend if kernels else 'no backend'} in {name}"
-        raise _declined("the attention backend is unknown", got)
+        raise declined("the attention backend is unknown", got)
     sizes = {"sizes": kernels.sizes, "multiples": kernels.multiples}
     return msgspec.structs.replace(known, caches=None, **sizes).with_strides()
 
@@ -183,7 +187,7 @@ def _packed_layout(order: str) -> str:
     """
     layout = Layout(order)
     if not layout.page_contiguous:
-        raise _declined("pages are not contiguous in the engine's layout", order)
+        raise declined("pages are not contiguous in the engine's layout", order)
     return f"BL{layout.order[2:]}"
 
 
@@ -191,7 +195,7 @@ def _cache_mode(states: Mapping[str, Any]) -> bool:
     """Return whether recurrent layers keep states for prefix caching."""
     modes = {spec.mamba_cache_mode for spec in states.values()}
     if len(modes) != 1 or not modes <= set(_MODES):
-        raise _declined("the cache mode of recurrent states is unknown", f"modes {sorted(modes)}")
+        raise declined("the cache mode of recurrent states is unknown", f"modes {sorted(modes)}")
     return _MODES[modes.pop()]
 
 
@@ -205,7 +209,7 @@ def _checkpoints(
             got = (
                 f"{held} checkpoint and {spec.num_speculative_blocks} speculative blocks in {name}"
             )
-            raise _declined("a request holds more states than the planner counts", got)
+            raise declined("a request holds more states than the planner counts", got)
         if held and _cache_mode(states):
             alignment = spec.prefill_checkpoint_alignment or 1
             yield own[name], PrefillCheckpoint(kernel="", states="", alignment=alignment)
@@ -215,7 +219,8 @@ def _is_state(spec: Any) -> bool:
     return "MambaSpec" in {kind.__name__ for kind in type(spec).__mro__}
 
 
-def _declined(reason: str, got: str) -> AtlasError:
+def declined(reason: str, got: str) -> AtlasError:
+    """Return the error for an engine in which vLLM keeps its own plan."""
     hint = "Unset KVATLAS_PLAN to silence this message"
     return AtlasError(Code.ENGINE_REFUSES, f"vLLM keeps its own plan: {reason}", got=got, hint=hint)
 
@@ -226,6 +231,9 @@ def check_placement(config: Any, plan: Plan | None) -> None:
     Without a plan, as for one of several pipeline stages, only check that the pages of a group do
     not overlap and stay in their block.
     """
+    strides = {(tensor.block_stride, tensor.size) for tensor in config.kv_cache_tensors}
+    if len(strides) != 1:
+        raise _misplaced("a layer", f"tensors with {len(strides)} different strides or sizes")
     for group in config.kv_cache_groups:
         page, spans = group.kv_cache_spec.page_size_bytes, list[tuple[int, int]]()
         for tensor in config.kv_cache_tensors:
@@ -255,7 +263,7 @@ def _check_layer(layer: str, start: int, tensor: Any, blocks: int, plan: Plan | 
 
 
 def _misplaced(layer: str, got: str) -> AtlasError:
-    return _declined("vLLM places a layer other than planned", f"{layer} at {got}")
+    return declined("vLLM places a layer other than planned", f"{layer} at {got}")
 
 
 def engine_layers(specs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ _GROUPS: ContextVar[list[Any] | None] = ContextVar("groups", default=None)
 """The groups of the plan, while vLLM makes the configs of these groups."""
 
 
-def install_planner(setting: PlannerSetting) -> None:
+def replace_functions(setting: PlannerSetting) -> None:
     """Replace vLLM's functions, after a check of their signatures."""
     configs = ("vllm_config", "kv_cache_specs", "available_memory")
     placed = ("vllm_config", "kv_cache_groups", "available_memory")
@@ -69,7 +69,8 @@ def _grouping(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 def _placing(original: Callable[..., Any]) -> Callable[..., Any]:
     def place(vllm_config: Any, kv_cache_groups: list[Any], *rest: Any, **named: Any) -> Any:
-        packed = with_packed_layout(vllm_config, kv_cache_groups)
-        return original(packed, kv_cache_groups, *rest, **named)
+        if _GROUPS.get() is not None:
+            vllm_config = with_packed_layout(vllm_config, kv_cache_groups)
+        return original(vllm_config, kv_cache_groups, *rest, **named)
 
     return place

@@ -16,6 +16,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 from kvatlas.engines.vllm.planned_groups import (
     KernelBlocks,
     check_placement,
+    declined,
     engine_layers,
     plan_engine,
     planned_groups,
@@ -48,37 +49,71 @@ def choose_configs(
 ) -> Configs:
     """Return the configs of the plan, or `theirs` if the plan is not better; log one line.
 
-    `build` makes vLLM's configs from groups.
+    `build` makes vLLM's configs from groups. Whatever fails, vLLM runs with `theirs`.
     """
     try:
-        kernels: dict[str, KernelBlocks] = {}
-        for one in specs:
-            kernels |= getattr(one, "kernels", {})
-        merged = engine_layers(specs)
-        stages = vllm_config.parallel_config.pipeline_parallel_size
-        made = plan_engine(
-            vllm_config,
-            merged,
-            kernels,
-            memory=min(memory) * stages,
-            release=release,
-            pack=setting.pack or "auto",
-        )
-        ours = build(groups_of(made, merged))
+        ours, fits = _planned(vllm_config, specs, memory, setting, release, theirs, build)
+        mine, own = _figures(ours, fits[0]), _figures(theirs, fits[1])
         for config in ours:
-            check_placement(config, made if stages == 1 else None)
+            config.of_kvatlas = True
     except (AtlasError, ValueError) as refusal:  # vLLM raises ValueError for too little memory
         log.warning("%s", _reason(refusal))
         return theirs
-    fits = [get_max_concurrency_for_kv_cache_config(vllm_config, c[0]) for c in (ours, theirs)]
-    mine, own = _figures(ours, fits[0]), _figures(theirs, fits[1])
+    except Exception:
+        log.exception("vLLM keeps its own plan, because planning failed")
+        return theirs
     described = f"The plan of kvatlas has {mine}. vLLM's plan has {own}."
     if fits[0] < PROMISE * fits[1]:
         log.warning("vLLM keeps its own plan, which fits more requests. %s", described)
         return theirs
     log.info("vLLM runs a plan of kvatlas. %s", described)
+    device = vllm_config.device_config.device_type
+    if device != "cpu":
+        log.warning("The planner was tested only on CPUs. This engine runs on %s.", device)
     adopt_block_sizes(vllm_config, ours[0])
     return ours
+
+
+def _planned(
+    vllm_config: Any,
+    specs: Sequence[dict[str, Any]],
+    memory: Sequence[int],
+    setting: PlannerSetting,
+    release: str,
+    theirs: Configs,
+    build: Callable[[list[Any]], Configs],
+) -> tuple[Configs, list[float]]:
+    """Return the configs of the plan, and the requests that they and `theirs` fit."""
+    kernels = reported_kernels(specs)
+    merged = engine_layers(specs)
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    made = plan_engine(
+        vllm_config,
+        merged,
+        kernels,
+        memory=min(memory) * stages,
+        release=release,
+        pack=setting.pack or "auto",
+    )
+    ours = build(groups_of(made, merged))
+    for config in ours:
+        check_placement(config, made if stages == 1 else None)
+    fits = [get_max_concurrency_for_kv_cache_config(vllm_config, c[0]) for c in (ours, theirs)]
+    return ours, fits
+
+
+def reported_kernels(specs: Sequence[dict[str, Any]]) -> dict[str, KernelBlocks]:
+    """Return the blocks that kernels read, by layer, from what every worker reported.
+
+    A worker without the planner would keep vLLM's block sizes, so then the plan is refused.
+    """
+    kernels: dict[str, KernelBlocks] = {}
+    for rank, one in enumerate(specs):
+        reported = getattr(one, "kernels", None)
+        if one and not reported:
+            raise declined("a worker has no planner", f"worker {rank} of {len(specs)}")
+        kernels |= reported or {}
+    return kernels
 
 
 def _reason(refusal: Exception) -> str:
@@ -141,15 +176,21 @@ def install_in_workers() -> None:
 
     def initialize(original: Callable[..., None]) -> Callable[..., None]:
         def initialize_from_config(self: Any, kv_cache_configs: Configs) -> None:
-            adopt_block_sizes(self.vllm_config, kv_cache_configs[self.global_rank])
+            config = kv_cache_configs[self.global_rank]
+            if getattr(config, "of_kvatlas", False):
+                adopt_block_sizes(self.vllm_config, config)
             original(self, kv_cache_configs)
 
         return initialize_from_config
 
     def get_kv_cache_spec(self: Any) -> SpecsWithKernels:
         found = SpecsWithKernels(self.worker.get_kv_cache_spec())
-        with set_current_vllm_config(self.vllm_config):
-            found.kernels = kernel_blocks(self.vllm_config)
+        found.kernels = {}
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                found.kernels = kernel_blocks(self.vllm_config)
+        except Exception:
+            log.exception("cannot find the block sizes of the attention kernels")
         return found
 
     replace_once(WorkerWrapperBase, "initialize_from_config", initialize)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from select import select
 from typing import Any
 
+from kvatlas.errors import AtlasError
 from kvatlas.wire.client.connections import Connections, PeerConnection
 from kvatlas.wire.client.prepared_shapes import StartedRead
 from kvatlas.wire.client.rank_lease import RankLease
@@ -104,6 +105,16 @@ class LaunchedPull:
         transfer.use()
         node.quarantine.hold([handle], transfer.leave, sever=sever)
         self.connections.give_back(self.connection)
+
+    def ends_within(self, transfer: Transfer, timeout: float) -> bool:
+        """Poll for at most `timeout` seconds. Return whether `finish` would now end at once.
+
+        False if the offer is not sound: the request is then read again, which takes longer.
+        """
+        try:
+            return self.read.sound and self.is_soon_over(transfer, timeout)
+        except AtlasError:
+            return False
 
     def is_soon_over(self, transfer: Transfer, timeout: float = _SOON) -> bool:
         """Poll a short read for a while without sleeping. Return whether it has succeeded.

@@ -30,6 +30,8 @@ It is at least `_SHORTEST_WAIT` seconds, or `_WORTH_WAITING` times the expected 
 transfer if that is longer. Long transfers keep their buffers until they end, and a short transfer
 must not wait for that.
 """
+_LONGEST_MEASUREMENT = 2.0
+"""The maximum number of seconds that a transfer waits for the measurement of another."""
 _MEASURED = 3
 """The maximum number of measurements of a link. Another is made if runs seem to cost no time."""
 _LEFT_FOR_DIRECT = 2
@@ -123,7 +125,7 @@ def _cheapest_way(reads: RankReads, stream: Stream) -> Way:
     found = connection.ways.get(alike)
     if found is None:
         found = _weighed(lease, stream, costs)
-        if connection.costs is not None:  # else there was no buffer to measure with
+        if costs is connection.costs:  # else the defaults were used
             # The dict is replaced, not changed, because other threads read it.
             connection.ways = dict([*connection.ways.items(), (alike, found)][-_KEPT_WAYS:])
     return _with_buffers(reads, stream, found, costs)
@@ -179,7 +181,8 @@ def _can_coalesce(lease: RankLease) -> bool:
 def _measured(reads: RankReads) -> Costs:
     """Return the measured costs of the link, or default costs if it cannot be measured now."""
     connection = reads.lease.connection
-    if not connection.measuring.acquire(timeout=_SHORTEST_WAIT):
+    wait = min(_LONGEST_MEASUREMENT, max(0.0, reads.lease.deadline - time.monotonic()) / 2)
+    if not connection.measuring.acquire(timeout=wait):
         return Costs()
     try:
         if connection.costs is None:

@@ -319,7 +319,7 @@ class Session:
                 if read is None:
                     self._workers.submit(transfer.add_part(run, quick=quick))
                 else:
-                    soon = partial(read.is_soon_over, transfer)
+                    soon = partial(read.ends_within, transfer)
                     part = transfer.add_part(run, quick=quick, ends_within=soon)
                     then = partial(self._after_launched, transfer, wanted, read)
                     self._follow_ups.add(part, then)

@@ -195,7 +195,7 @@ class CudaLink(Link):
         if runs is None:
             return None
         about = (end.opened, mapped, self._marks.passed, end.pace, self.check)
-        return CudaPreparedRead(runs, *about, max(shape.nbytes, shape.arriving))
+        return CudaPreparedRead(runs, *about, sum(one.nbytes for one in shape.patterns))
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         return self._copy(copies, lambda: True, write=write)

@@ -1,0 +1,23 @@
+"""The entry point that vLLM loads in every process (group `vllm.general_plugins`).
+
+It imports nothing unless the environment variable `KVATLAS_PLAN` is set, so that an installed
+kvatlas does not slow down vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+
+SETTING = "KVATLAS_PLAN"
+"""The environment variable that switches the planner on: see `kvatlas.engines.vllm.planner`."""
+
+
+def install() -> None:
+    """Switch the planner on in this process if `KVATLAS_PLAN` is set.
+
+    >>> install()
+    """
+    if os.environ.get(SETTING):
+        from kvatlas.engines.vllm.planner import install_planner
+
+        install_planner(os.environ[SETTING])
