@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from kvatlas.cache import Cache
-from kvatlas.engines.transformers.identity_of_model import model_identity
+from kvatlas.engines.transformers.identity_of_model import loaded_weights
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import CacheIdentity
 from kvatlas.pool import Checkpoints, PrefixIdentity
@@ -177,7 +177,7 @@ def tiered_prefixes(
     A tier that is opened by address is shared with other processes. `options` are passed to
     `open_tier`.
     """
-    identity = identity or model_identity(model)
+    identity = identity or CacheIdentity(weights=loaded_weights(model))
     if isinstance(tier, str | Path):
         about = {"max_len": cache.plan.max_len, "shared": True, **options}
         opened = open_tier(tier, cache.plan, identity, **about)

@@ -10,17 +10,15 @@ import logging
 from collections import ChainMap
 from typing import Any
 
-import msgspec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvatlas.engines.vllm.describe import DescribedStage
 from kvatlas.engines.vllm.engine_tier import IN_MEMORY, find_tier, open_tier
 from kvatlas.engines.vllm.fleet_tier import find_fleet_tier, open_fleet_tier
 from kvatlas.engines.vllm.prefix_tier import PrefixTier
-from kvatlas.engines.vllm.registered_caches import from_all_stages, untouched_config
+from kvatlas.engines.vllm.registered_caches import from_all_stages
 from kvatlas.engines.vllm.settings import ConnectorSettings
 from kvatlas.engines.vllm.tier_conversion import layer_scales, prefix_identity, tier_converting
-from kvatlas.engines.vllm.weights_identity import engine_identity
 from kvatlas.models import CacheIdentity, Model
 from kvatlas.planning import Plan
 from kvatlas.tier import Converting, StoreTier, TierClient
@@ -114,9 +112,8 @@ class ConfiguredTier:
         return prefix_identity(self._settings, self._vllm_config)
 
     def _fleet_identity(self) -> CacheIdentity:
-        """Return the identity in a store, which equals that of other kinds of engines."""
-        untouched = untouched_config(self._vllm_config.model_config)
-        known = msgspec.structs.replace(self._settings, check_identity=True)
-        found = engine_identity(self._vllm_config, known, untouched)
-        assert found is not None  # noqa: S101  # otherwise it raises
-        return found
+        """Return the identity of this engine's rows in a store.
+
+        It differs from that of other kinds of engines: they may order the elements of K otherwise.
+        """
+        return CacheIdentity(weights=self._identity().hex())

@@ -135,7 +135,9 @@ class StoredCheckpoints:
         for stop in reached:
             spans.append((self._tier.start_for(running.stored, stop), stop))
             running.stored = stop
-        tables, blocks = self._groups.hold(name, spans[0][0], stop)
+        # The tier stores whole rows, so it also reads the tokens before `spans` in their first row.
+        first = spans[0][0] // self._step * self._step
+        tables, blocks = self._groups.hold(name, first, stop)
         number = next(self._numbers)
         self._held[number] = _Held(name, blocks, self._workers)
         return StoreOrder(name, running.chain.keys(stop), tables, tuple(spans), number)
