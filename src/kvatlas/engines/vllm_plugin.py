@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import os
 
-SETTING = "KVATLAS_PLAN"
-"""The environment variable that switches the planner on: see `kvatlas.engines.vllm.planner`."""
-
 
 def install() -> None:
     """Switch the planner on in this process if `KVATLAS_PLAN` is set.
 
     >>> install()
     """
-    if os.environ.get(SETTING):
+    if setting := os.environ.get("KVATLAS_PLAN"):
         from kvatlas.engines.vllm.planner import install_planner
 
-        install_planner(os.environ[SETTING])
+        install_planner(setting)

@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
-from kvatlas.engines.vllm_plugin import SETTING
 from kvatlas.errors import AtlasError, Code
+
+SETTING = "KVATLAS_PLAN"
 
 log = logging.getLogger("vllm.kvatlas.planner")
 """A child of vLLM's logger, so that vLLM's log has the line."""
