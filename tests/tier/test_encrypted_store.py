@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from kvatlas import AtlasError, Code
 from kvatlas.models import CacheIdentity
 from kvatlas.tier import EncryptedStore, FolderStore, HostStore, KeyFolder, StoreTier, open_store
+from kvatlas.tier.store_inspection import export_objects, verify
 from kvatlas.tier.stores.encrypted import OVERHEAD
 from tests.cli.helpers import said
 from tests.tier.test_topologies import MODELS
@@ -81,9 +82,7 @@ def test_deleting_a_key_makes_the_rows_of_its_tenant_unreadable(
     keys.create("acme")
     for name in mine:  # another key does not read them either
         into = np.zeros(store.size(name), np.uint8)
-        with pytest.raises(AtlasError) as refusal:
-            store.get([(name, [into])])
-        assert refusal.value.code is Code.ROW_UNREADABLE
+        assert store.get([(name, [into])]) == [0]
         assert not into.any(), "no byte of it"
     world.check(tiers["other"], small(MODEL))
     paths["acme"].unlink()
@@ -111,9 +110,8 @@ def test_changed_swapped_and_cut_objects_are_never_read(world: World, tmp_path: 
         inner.remove([first])
         inner.put([(first, [np.frombuffer(wrong, np.uint8)])])
         into = np.zeros(store.size(first), np.uint8)
-        with pytest.raises(AtlasError) as refusal:
-            store.get([(first, [into])])
-        assert refusal.value.code is Code.ROW_UNREADABLE
+        assert store.get([(first, [into])]) == [0]
+        assert store.ranges(first, [(0, into)]) == 0
         assert not into.any()
     inner.remove([first])
     inner.put([(first, [np.frombuffer(right[:20], np.uint8)])])
@@ -123,6 +121,79 @@ def test_changed_swapped_and_cut_objects_are_never_read(world: World, tmp_path: 
     part = np.zeros(10, np.uint8)
     assert store.ranges(first, [(5, part)]) == 10
     assert part.tobytes() == bytes_of(store, first)[5:15]
+
+
+def replace(store: Any, name: str, content: bytes) -> None:
+    store.remove([name])
+    assert store.put([(name, [np.frombuffer(content, np.uint8)])]) == [True]
+
+
+@pytest.mark.parametrize("at", [0, 20, -1])
+def test_a_damaged_object_is_a_miss_and_the_next_store_heals_it(
+    world: World, tmp_path: Path, at: int
+) -> None:
+    keys, inner = KeyFolder(tmp_path), HostStore()
+    keys.create("acme")
+    with tier_of(EncryptedStore(inner, keys)) as tier:
+        world.store(tier, small(MODEL))
+        name = min(inner.names(tier.namespace.prefix))
+        changed = bytearray(bytes_of(inner, name))
+        changed[at] ^= 1
+        replace(inner, name, bytes(changed))
+        with pytest.raises(AtlasError) as refusal:
+            world.check(tier, small(MODEL))
+        assert refusal.value.code is Code.CHECKSUM
+        assert tier.misses["damaged"] == 1
+        assert inner.exists([name]) == [False], "the tier removed it"
+        world.store(tier, small(MODEL))
+        world.check(tier, small(MODEL))
+
+
+def test_damaged_objects_are_listed_and_removed_and_not_exported(
+    world: World, tmp_path: Path
+) -> None:
+    keys, inner = KeyFolder(tmp_path / "keys"), HostStore()
+    keys.create("acme")
+    store = EncryptedStore(inner, keys)
+    tier = tier_of(store)
+    world.store(tier, small(MODEL))
+    name, count = min(inner.names(tier.namespace.prefix)), len(list(inner.names()))
+    changed = bytearray(bytes_of(inner, name))
+    changed[30] ^= 1
+    replace(inner, name, bytes(changed))
+    assert verify(store) == (count - 1, [name])
+    assert export_objects(store, tmp_path / "all.tar") == count - 1
+    assert verify(store, remove=True) == (count - 1, [name])
+    assert verify(store) == (count - 1, [])
+
+
+def test_rows_of_a_key_that_was_created_again_are_stored_again(
+    world: World, tmp_path: Path
+) -> None:
+    keys, inner = KeyFolder(tmp_path), HostStore()
+    path = keys.create("acme")
+    store = EncryptedStore(inner, keys)
+    with tier_of(store) as tier:
+        world.store(tier, small(MODEL))
+    store = EncryptedStore(inner, keys)
+    names = sorted(inner.names())
+    path.unlink()
+    with pytest.raises(AtlasError) as refusal:
+        verify(store)
+    assert refusal.value.code is Code.ROW_UNREADABLE, "without a key nothing is known to be damaged"
+    keys.create("acme")
+    tier = tier_of(store)
+    with pytest.raises(AtlasError) as refusal:
+        world.check(tier, small(MODEL))
+    assert refusal.value.code is Code.CHECKSUM
+    removed = set(names) - set(inner.names())
+    assert removed, "what was read is removed"
+    sound, damaged = verify(store, remove=True)
+    assert (sound, {*damaged} | removed) == (0, {*names})
+    tier = tier_of(store)
+    world.store(tier, small(MODEL))
+    world.check(tier, small(MODEL))
+    assert verify(store) == (len(names), [])
 
 
 def test_bad_keys_and_stores_without_encryption_are_refused(tmp_path: Path) -> None:

@@ -8,10 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvatlas.tier import FolderStore, HostStore, PrefixFinder, StoreTier, copy_prefix
+from kvatlas.tier import (
+    EncryptedStore,
+    FolderStore,
+    HostStore,
+    KeyFolder,
+    PrefixFinder,
+    StoreTier,
+    copy_prefix,
+)
 from kvatlas.tier.namespaces import parse_name
 from tests.cli.helpers import kvatlas, said
-from tests.tier.test_store_topologies import tier_in
+from tests.tier.test_store_topologies import OURS, tier_in
 from tests.tier.test_topologies import MODELS
 from tests.tier.world import every_block, pools, small
 
@@ -109,3 +117,19 @@ def test_the_command_line_copies_a_prefix(tmp_path: Path) -> None:
     result = kvatlas(*asked)
     assert result.exit_code == 2
     assert "cannot be read" in " ".join(result.stderr.split())
+
+
+def test_a_copy_reports_an_encrypted_object_that_is_damaged(tmp_path: Path) -> None:
+    keys, inner, other = KeyFolder(tmp_path), HostStore(), HostStore()
+    keys.create(OURS.tenant)
+    with tier_in(EncryptedStore(inner, keys), MODEL) as tier:
+        filled(tier, PREFIX)
+        name = min(inner.names(tier.namespace.prefix))
+        raw = np.empty(inner.size(name), np.uint8)
+        assert inner.get([(name, [raw])]) == [raw.nbytes]
+        raw[40] ^= 1
+        inner.remove([name])
+        inner.put([(name, [raw])])
+        done = tier.prefetch(PREFIX, other)
+    assert done.refused == [name]
+    assert done.copied == len(list(inner.names())) - 1

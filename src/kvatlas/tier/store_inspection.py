@@ -291,12 +291,15 @@ def _row_format(store: ObjectStore, tenant: str, namespace: str) -> _RowFormat |
 
 
 def _read(store: ObjectStore, name: str) -> Bytes | None:
-    """Return the bytes of an object: None if it is absent, empty if its size is invalid."""
+    """Return the bytes of an object: None if it is absent, empty if the store cannot read it."""
     size = store.size(name)
     if size == ABSENT or not HEADER <= size <= LARGEST:
         return None if size == ABSENT else np.empty(0, np.uint8)
     into = np.empty(size, np.uint8)
-    return into if store.get([(name, [into])]) == [size] else None
+    (found,) = store.get([(name, [into])])
+    if found != size:
+        return None if found == ABSENT else np.empty(0, np.uint8)
+    return into
 
 
 def _is_sound(name: str, found: Bytes) -> bool:

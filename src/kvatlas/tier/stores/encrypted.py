@@ -77,7 +77,8 @@ class EncryptedStore(ObjectStore):
     """A store whose objects are encrypted with the key of their tenant.
 
     Objects of a tenant without a key count as absent in lookups. Reading or writing them raises an
-    error, as does reading an object that was encrypted with another key or changed afterwards.
+    error. An object that was encrypted with another key or changed afterwards is damaged: reading
+    it returns size 0 and none of its bytes, so that the tier removes and stores it again.
     """
 
     def __init__(self, store: ObjectStore, keys: KeyFolder) -> None:
@@ -102,13 +103,19 @@ class EncryptedStore(ObjectStore):
         asked = [(name, [raw]) for (name, _), raw in zip(objects, into, strict=True)]
         sizes = []
         for (name, parts), raw, size in zip(objects, into, self.store.get(asked), strict=True):
-            if size == raw.nbytes:
-                _scatter(self._decrypted(name, raw), parts)
-            sizes.append(size if size == ABSENT else max(size - OVERHEAD, 0))
+            plain = self._decrypted(name, raw) if size == raw.nbytes else None
+            if plain is not None:
+                _scatter(plain, parts)
+                sizes.append(plain.nbytes)
+            else:
+                sizes.append(ABSENT if size == ABSENT else _damaged_size(size, raw.nbytes))
         return sizes
 
     def ranges(self, name: str, wanted: Sequence[tuple[int, Bytes]]) -> int:
-        """Read parts of an object. The whole object is read, because its tag covers all of it."""
+        """Read parts of an object and return the number of bytes read, or `ABSENT`.
+
+        The whole object is read, because its tag covers all of it. If it is damaged, return 0.
+        """
         size = self.store.size(name)
         if size == ABSENT:
             return ABSENT
@@ -116,6 +123,8 @@ class EncryptedStore(ObjectStore):
         if self.store.get([(name, [raw])]) != [raw.nbytes]:
             return ABSENT
         plain = self._decrypted(name, raw)
+        if plain is None:
+            return 0
         for offset, memory in wanted:
             part = plain[offset : offset + memory.nbytes]
             memory[: part.nbytes] = part
@@ -164,14 +173,14 @@ class EncryptedStore(ObjectStore):
         sealed = self._cipher(self.keys.key(_tenant(name))).encrypt(nonce, plain, name.encode())
         return np.frombuffer(nonce + sealed, np.uint8)
 
-    def _decrypted(self, name: str, raw: Bytes) -> Bytes:
+    def _decrypted(self, name: str, raw: Bytes) -> Bytes | None:
+        """Return the decrypted bytes of an object, or None if it is damaged."""
         cipher = self._cipher(self.keys.key(_tenant(name)))
         sealed = raw[_NONCE:].tobytes()
         try:
             plain = cipher.decrypt(raw[:_NONCE].tobytes(), sealed, name.encode())
         except self._invalid:
-            hint = "Restore the tenant's key, or remove its rows with `kvatlas tier gc --tenant`"
-            raise _unreadable(f"{name}: another key, or changed bytes", hint) from None
+            return None
         return np.frombuffer(plain, np.uint8)
 
 
@@ -179,6 +188,14 @@ def _tenant(name: str) -> str:
     """Return the tenant's digest in the name of an object; empty if it has none."""
     words = name.split("/", 2)
     return words[1] if len(words) > 2 else ""
+
+
+def _damaged_size(size: int, expected: int) -> int:
+    """Return the size to report for an object of `size` stored bytes that cannot be decrypted.
+
+    It is that of the plain object, or 0 if the object is as long as expected.
+    """
+    return 0 if size == expected else max(size - OVERHEAD, 0)
 
 
 def _scatter(plain: Bytes, parts: Parts) -> None:
