@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,11 @@ def test_stored_bytes_are_aes_gcm_of_the_plain_objects(world: World, tmp_path: P
         raw, right = bytes_of(inner, name), bytes_of(plain, name)
         assert len(raw) == len(right) + OVERHEAD
         assert right[64:128] not in raw
-        reader = Cipher(algorithms.AES(key), modes.GCM(raw[:12], raw[-16:])).decryptor()
-        reader.authenticate_additional_data(name.encode())
-        assert reader.update(raw[12:-16]) + reader.finalize() == right
+        own = blake2b(name.encode(), key=key, digest_size=32, person=b"kvatlas row key").digest()
+        assert raw[0] == 1, "the version"
+        reader = Cipher(algorithms.AES(own), modes.GCM(raw[1:13], raw[-16:])).decryptor()
+        reader.authenticate_additional_data(b"\x01" + name.encode())
+        assert reader.update(raw[13:-16]) + reader.finalize() == right
         assert bytes_of(EncryptedStore(inner, keys), name) == right
 
 
@@ -105,7 +108,7 @@ def test_changed_swapped_and_cut_objects_are_never_read(world: World, tmp_path: 
     world.store(tier, small(MODEL))
     first, second = sorted(store.names(tier.namespace.prefix))[:2]
     right = bytes_of(inner, first)
-    changed = [right[:at] + bytes([right[at] ^ 1]) + right[at + 1 :] for at in (0, 40, -1)]
+    changed = [right[:at] + bytes([right[at] ^ 1]) + right[at + 1 :] for at in (0, 1, 40, -1)]
     for wrong in (*changed, bytes_of(inner, second)):
         inner.remove([first])
         inner.put([(first, [np.frombuffer(wrong, np.uint8)])])
@@ -116,6 +119,7 @@ def test_changed_swapped_and_cut_objects_are_never_read(world: World, tmp_path: 
     inner.remove([first])
     inner.put([(first, [np.frombuffer(right[:20], np.uint8)])])
     assert store.get([(first, [np.zeros(len(right) - OVERHEAD, np.uint8)])]) == [0]
+    assert store.ranges(first, [(0, np.zeros(4, np.uint8))]) == 0
     inner.remove([first])
     inner.put([(first, [np.frombuffer(right, np.uint8)])])
     part = np.zeros(10, np.uint8)
@@ -128,7 +132,7 @@ def replace(store: Any, name: str, content: bytes) -> None:
     assert store.put([(name, [np.frombuffer(content, np.uint8)])]) == [True]
 
 
-@pytest.mark.parametrize("at", [0, 20, -1])
+@pytest.mark.parametrize("at", [0, 1, 20, -1])
 def test_a_damaged_object_is_a_miss_and_the_next_store_heals_it(
     world: World, tmp_path: Path, at: int
 ) -> None:

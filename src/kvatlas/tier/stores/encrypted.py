@@ -1,10 +1,11 @@
 """`EncryptedStore`: objects that are encrypted with AES-256-GCM before they reach a store.
 
-    nonce, 12 random bytes | ciphertext, as long as the object | tag, 16 bytes
+    version, 1 byte | nonce, 12 random bytes | ciphertext, as long as the object | tag, 16 bytes
 
-The object's name is authenticated as associated data, so that no object can take the place of
-another. Each tenant has a key. Without the key, the objects of a tenant cannot be read: deleting
-the key deletes them. Names, sizes and times stay visible.
+Each tenant has a key, from which a key for each object is derived by its name. The number of
+objects of a tenant is therefore not limited by random nonces, and no object can take the place of
+another. The version and the name are also authenticated as associated data. Without the tenant's
+key, its objects cannot be read: deleting the key deletes them. Names, sizes and times stay visible.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom, joined_size
 
 _KEY, _NONCE, _TAG = 32, 12, 16
-OVERHEAD = _NONCE + _TAG
+_VERSION, _PURPOSE = b"\x01", b"kvatlas row key"
+OVERHEAD = len(_VERSION) + _NONCE + _TAG
 """Bytes that encryption adds to an object."""
 
 
@@ -119,7 +121,7 @@ class EncryptedStore(ObjectStore):
         size = self.store.size(name)
         if size == ABSENT:
             return ABSENT
-        raw = np.empty(max(size, OVERHEAD), np.uint8)
+        raw = np.empty(size, np.uint8)
         if self.store.get([(name, [raw])]) != [raw.nbytes]:
             return ABSENT
         plain = self._decrypted(name, raw)
@@ -170,18 +172,25 @@ class EncryptedStore(ObjectStore):
 
     def _encrypted(self, name: str, parts: Parts) -> Bytes:
         nonce, plain = os.urandom(_NONCE), b"".join(part.tobytes() for part in parts)
-        sealed = self._cipher(self.keys.key(_tenant(name))).encrypt(nonce, plain, name.encode())
-        return np.frombuffer(nonce + sealed, np.uint8)
+        sealed = self._cipher(self._key(name)).encrypt(nonce, plain, _VERSION + name.encode())
+        return np.frombuffer(_VERSION + nonce + sealed, np.uint8)
 
     def _decrypted(self, name: str, raw: Bytes) -> Bytes | None:
         """Return the decrypted bytes of an object, or None if it is damaged."""
-        cipher = self._cipher(self.keys.key(_tenant(name)))
-        sealed = raw[_NONCE:].tobytes()
+        cipher, content = self._cipher(self._key(name)), raw.tobytes()
+        version, rest = content[: len(_VERSION)], content[len(_VERSION) :]
+        if version != _VERSION or len(content) < OVERHEAD:
+            return None
         try:
-            plain = cipher.decrypt(raw[:_NONCE].tobytes(), sealed, name.encode())
+            plain = cipher.decrypt(rest[:_NONCE], rest[_NONCE:], version + name.encode())
         except self._invalid:
             return None
         return np.frombuffer(plain, np.uint8)
+
+    def _key(self, name: str) -> bytes:
+        """Return the key of an object, derived from its name and the key of its tenant."""
+        key = self.keys.key(_tenant(name))
+        return blake2b(name.encode(), key=key, digest_size=_KEY, person=_PURPOSE).digest()
 
 
 def _tenant(name: str) -> str:
