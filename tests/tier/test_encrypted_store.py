@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -214,3 +216,44 @@ def test_bad_keys_and_stores_without_encryption_are_refused(tmp_path: Path) -> N
     with pytest.raises(AtlasError) as refusal:
         open_store(f"mooncake://127.0.0.1:1?keys={tmp_path}")
     assert refusal.value.code is Code.CONTRADICTORY
+
+
+def test_a_key_appears_whole_and_on_disk_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "keys"
+    synced = []
+    fsync = os.fsync
+
+    def record(file: int) -> None:
+        synced.append(stat.S_ISDIR(os.fstat(file).st_mode))
+        assert synced[-1] == bool(list(folder.glob("*.key"))), "the key is on disk before its name"
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", record)
+    path = KeyFolder(folder).create("acme")
+    assert synced == [False, True]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert list(folder.iterdir()) == [path]
+
+    def full(file: int) -> None:
+        raise OSError(28, "No space left on device", str(file))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(AtlasError) as refusal:
+        KeyFolder(folder).create("other")
+    assert refusal.value.code is Code.UNWRITABLE
+    assert list(folder.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+def test_a_key_that_others_can_read_or_write_is_refused(tmp_path: Path, mode: int) -> None:
+    keys = KeyFolder(tmp_path)
+    path = keys.create("acme")
+    path.chmod(mode)
+    with pytest.raises(AtlasError, match="chmod 600") as refusal:
+        keys.key(path.stem)
+    assert refusal.value.code is Code.ROW_UNREADABLE
+    assert not keys.has(path.stem), "so that rows are not found that cannot be read"
+    path.chmod(0o400)
+    assert keys.key(path.stem) == path.read_bytes()

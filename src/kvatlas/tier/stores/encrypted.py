@@ -13,66 +13,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from pathlib import Path
 
 import numpy as np
 
 from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom, joined_size
+from kvatlas.tier.stores.key_folder import KEY, KeyFolder
 
-_KEY, _NONCE, _TAG = 32, 12, 16
+_NONCE, _TAG = 12, 16
 _VERSION, _PURPOSE = b"\x01", b"kvatlas row key"
 OVERHEAD = len(_VERSION) + _NONCE + _TAG
 """Bytes that encryption adds to an object."""
-
-
-class KeyFolder:
-    """A folder with the key of each tenant: 32 bytes in `DIGEST.key`.
-
-    DIGEST is the tenant's digest, as object names and `kvatlas tier ls` contain it. Keys are read
-    for each call of the store, so that a deleted key takes effect at once.
-
-    >>> from tempfile import mkdtemp
-    >>> keys = KeyFolder(mkdtemp())
-    >>> path = keys.create("acme")
-    >>> len(keys.key(path.stem)), keys.has("0" * 32)
-    (32, False)
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-
-    def create(self, tenant: str) -> Path:
-        """Write a random key for a tenant, given by its name, and return the path of the file."""
-        digest = blake2b(tenant.encode(), digest_size=16).hexdigest()
-        path = self.path / f"{digest}.key"
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with open(path, "xb", opener=lambda name, how: os.open(name, how, 0o600)) as file:
-                file.write(os.urandom(_KEY))
-        except OSError as fault:
-            problem, hint = "The key cannot be written", "Keep an existing key: rows depend on it"
-            raise AtlasError(Code.UNWRITABLE, problem, got=str(fault), hint=hint) from None
-        return path
-
-    def has(self, digest: str) -> bool:
-        """Return whether a tenant, given by its digest, has a key."""
-        return (self.path / f"{digest}.key").is_file()
-
-    def key(self, digest: str) -> bytes:
-        """Return the key of a tenant, given by its digest. Raises an error if there is none."""
-        path = self.path / f"{digest}.key"
-        try:
-            found = path.read_bytes()
-        except OSError as fault:
-            raise _unreadable(
-                f"{path}: {fault.strerror}", "Restore the key of the tenant"
-            ) from None
-        if len(found) != _KEY:
-            hint = f"Use a key of {_KEY} bytes, such as KeyFolder.create makes"
-            raise _unreadable(f"{path} of {len(found)} bytes", hint)
-        return found
 
 
 class EncryptedStore(ObjectStore):
@@ -190,7 +142,7 @@ class EncryptedStore(ObjectStore):
     def _key(self, name: str) -> bytes:
         """Return the key of an object, derived from its name and the key of its tenant."""
         key = self.keys.key(_tenant(name))
-        return blake2b(name.encode(), key=key, digest_size=_KEY, person=_PURPOSE).digest()
+        return blake2b(name.encode(), key=key, digest_size=KEY, person=_PURPOSE).digest()
 
 
 def _tenant(name: str) -> str:
@@ -212,7 +164,3 @@ def _scatter(plain: Bytes, parts: Parts) -> None:
     for part in parts:
         part[:] = plain[at : at + part.nbytes]
         at += part.nbytes
-
-
-def _unreadable(got: str, hint: str) -> AtlasError:
-    return AtlasError(Code.ROW_UNREADABLE, "An encrypted row cannot be read", got=got, hint=hint)
