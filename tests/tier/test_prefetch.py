@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvatlas import AtlasError
 from kvatlas.tier import (
     EncryptedStore,
     FolderStore,
@@ -19,6 +23,7 @@ from kvatlas.tier import (
 )
 from kvatlas.tier.namespaces import parse_name
 from tests.cli.helpers import kvatlas, said
+from tests.tier.lying_store import LyingStore
 from tests.tier.test_store_topologies import OURS, tier_in
 from tests.tier.test_topologies import MODELS
 from tests.tier.world import every_block, pools, small
@@ -133,3 +138,32 @@ def test_a_copy_reports_an_encrypted_object_that_is_damaged(tmp_path: Path) -> N
         done = tier.prefetch(PREFIX, other)
     assert done.refused == [name]
     assert done.copied == len(list(inner.names())) - 1
+
+
+def test_closing_a_tier_does_not_wait_for_a_copy_from_a_store_that_hangs() -> None:
+    store, other = LyingStore(), HostStore()
+    tier = filled(tier_in(store, MODEL), PREFIX)
+    copying, closed = threading.Event(), threading.Event()
+    store.close = closed.set  # type: ignore[method-assign]
+
+    def hang(_: float) -> None:
+        store.fault = "get stalls"
+        copying.set()
+
+    tier.timeout = 0.2
+    with ThreadPoolExecutor(1) as threads:
+        copy = threads.submit(tier.prefetch, PREFIX, other, progress=hang)
+        assert copying.wait(20)
+        try:
+            begun = time.monotonic()
+            tier.close()
+            assert time.monotonic() - begun < 5
+            assert not closed.is_set(), "a call of it is still under way"
+            assert not copy.done()
+        finally:
+            store.stalled.set()
+        assert copy.result(20).copied <= 2, "cancelled, and ended after the object in flight"
+    with pytest.raises(AtlasError, match="closed"):
+        tier.prefetch(PREFIX, other)
+    tier.close()
+    assert closed.is_set()

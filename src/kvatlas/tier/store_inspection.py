@@ -173,11 +173,12 @@ def copy_prefix(
     """
     known = [(tenant, namespace)] if tenant and namespace else sorted(_rows(store))
     places = [one for one in known if tenant in ("", one[0]) and namespace in ("", one[1])]
-    names = [
-        name
-        for one in places
-        for name in _names_of_prefix(store, one, tokens, salt=salt, lora=lora)
-    ]
+    names = []
+    for one in places:
+        for name in _names_of_prefix(store, one, tokens, salt=salt, lora=lora):
+            if cancelled is not None and cancelled():
+                return CopiedPrefix(0, 0, 0, [])
+            names.append(name)
     copied, nbytes, existing, refused = 0, 0, 0, []
     for number, name in enumerate(names):
         if cancelled is not None and cancelled():
