@@ -111,7 +111,7 @@ INTERNAL: dict[str, str] = {
     "engines": """
         geometry.integers planning.engine_rules planning.policy_atlas planning.request
         routing.conversion specs.cell_formats specs.scale_location tier.chained_keys
-        tier.converting tier.hit tier.opening tier.prefix_finder tier.store_hit
+        tier.addresses tier.converting tier.hit tier.opening tier.prefix_finder tier.store_hit
         tier.stored_positions tier.tier_events wire.client.transfer_request
         wire.transports.nixl_agents
         copying.cuda_driver copying.device_marks copying.memory_copy

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,13 @@ from typing import Any
 import pytest
 
 from kvatlas import AtlasError, Code
+from kvatlas.engines.vllm.settings import ConnectorSettings
 from kvatlas.models import CacheIdentity, Model
 from kvatlas.tier import (
     Converting,
     FolderStore,
     HostStore,
+    KeyFolder,
     StoreTier,
     Tier,
     TierClient,
@@ -22,6 +26,7 @@ from kvatlas.tier import (
     open_tier,
     prefix_keys,
 )
+from kvatlas.tier.addresses import without_secrets
 from kvatlas.tier.chained_keys import PrefixChain
 from kvatlas.tier.prefix_finder import AnyTier
 from tests.tier.test_store_topologies import OURS
@@ -100,3 +105,58 @@ def test_a_name_of_weights_or_of_a_tenant_that_is_no_text_is_refused_with_a_code
         with pytest.raises(AtlasError) as refusal:
             CacheIdentity(**about)
         assert refusal.value.code is Code.BAD_CONFIG
+
+
+@pytest.mark.parametrize(
+    ("where", "shown"),
+    [
+        ("redis://user:hidden@[::1]:6379/0", "redis://[::1]:6379/0"),
+        ("redis://:hid@den@host/0#hidden", "redis://host/0"),
+        ("redis://user:hid/den@host:1", "redis://host:1"),
+        ("redis://user:hid?den@host:1", "redis://..."),
+        ("redis://user:hid#den@host:1", "redis://host:1"),
+        ("redis:user:hidden@host", "redis:..."),
+        ("s3://bucket/a?endpoint=http://u@h&secret_access_key=hidden", "s3://bucket/a"),
+        ("folder:///mnt/a@b?keys=/etc/keys", "folder:///mnt/a@b"),
+        (Path("/mnt/a@b?c"), "/mnt/a@b?c"),
+        ("memory", "memory"),
+    ],
+)
+def test_addresses_are_shown_without_secrets(where: str | Path, shown: str) -> None:
+    assert without_secrets(where) == shown
+
+
+@pytest.mark.parametrize("secret", ["user:hidden@host/0?", "host?secret_access_key=hidden&"])
+def test_no_refusal_of_an_address_contains_its_secrets(secret: str) -> None:
+    def configured(**about: Any) -> ConnectorSettings:
+        return ConnectorSettings.read({"transport": "none", **about})
+
+    refused: list[Callable[[], object]] = [
+        lambda: open_store(f"redis://{secret}replicas=2"),
+        lambda: open_store(f"mooncake://{secret}keys=/etc/keys"),
+        lambda: open_store(f"memcached://{secret}"),
+        lambda: open_store(f"redis:{secret}"),
+        lambda: open_tier(f"redis://{secret}", MODEL),
+        lambda: opened(f"memcached://{secret}"),
+        lambda: opened(f"memcached://{secret}", timeout=1.0),
+        lambda: configured(tier=f"memcached://{secret}"),
+        lambda: configured(tier=f"host://{secret}"),
+    ]
+    for act in refused:
+        with pytest.raises(AtlasError) as refusal:
+            act()
+        assert "hidden" not in str(refusal.value)
+        assert refusal.value.code in (Code.BAD_CONFIG, Code.CONTRADICTORY)
+
+
+def test_a_store_that_cannot_be_encrypted_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    KeyFolder(tmp_path / "keys").create("acme")
+    closed: list[FolderStore] = []
+    monkeypatch.setattr(FolderStore, "close", lambda store: closed.append(store))
+    monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
+    with pytest.raises(AtlasError) as refusal:
+        open_store(f"folder://{tmp_path}/store?keys={tmp_path}/keys")
+    assert refusal.value.code is Code.MISSING_EXTRA
+    assert len(closed) == 1

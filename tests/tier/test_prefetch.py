@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvatlas.tier import FolderStore, HostStore, PrefixFinder, StoreTier, copy_prefix
+from kvatlas import AtlasError
+from kvatlas.tier import (
+    EncryptedStore,
+    FolderStore,
+    HostStore,
+    KeyFolder,
+    PrefixFinder,
+    StoreTier,
+    copy_prefix,
+)
 from kvatlas.tier.namespaces import parse_name
 from tests.cli.helpers import kvatlas, said
-from tests.tier.test_store_topologies import tier_in
+from tests.tier.lying_store import LyingStore
+from tests.tier.test_store_topologies import OURS, tier_in
 from tests.tier.test_topologies import MODELS
 from tests.tier.world import every_block, pools, small
 
@@ -109,3 +122,48 @@ def test_the_command_line_copies_a_prefix(tmp_path: Path) -> None:
     result = kvatlas(*asked)
     assert result.exit_code == 2
     assert "cannot be read" in " ".join(result.stderr.split())
+
+
+def test_a_copy_reports_an_encrypted_object_that_is_damaged(tmp_path: Path) -> None:
+    keys, inner, other = KeyFolder(tmp_path), HostStore(), HostStore()
+    keys.create(OURS.tenant)
+    with tier_in(EncryptedStore(inner, keys), MODEL) as tier:
+        filled(tier, PREFIX)
+        name = min(inner.names(tier.namespace.prefix))
+        raw = np.empty(inner.size(name), np.uint8)
+        assert inner.get([(name, [raw])]) == [raw.nbytes]
+        raw[40] ^= 1
+        inner.remove([name])
+        inner.put([(name, [raw])])
+        done = tier.prefetch(PREFIX, other)
+    assert done.refused == [name]
+    assert done.copied == len(list(inner.names())) - 1
+
+
+def test_closing_a_tier_does_not_wait_for_a_copy_from_a_store_that_hangs() -> None:
+    store, other = LyingStore(), HostStore()
+    tier = filled(tier_in(store, MODEL), PREFIX)
+    copying, closed = threading.Event(), threading.Event()
+    store.close = closed.set  # type: ignore[method-assign]
+
+    def hang(_: float) -> None:
+        store.fault = "get stalls"
+        copying.set()
+
+    tier.timeout = 0.2
+    with ThreadPoolExecutor(1) as threads:
+        copy = threads.submit(tier.prefetch, PREFIX, other, progress=hang)
+        assert copying.wait(20)
+        try:
+            begun = time.monotonic()
+            tier.close()
+            assert time.monotonic() - begun < 5
+            assert not closed.is_set(), "a call of it is still under way"
+            assert not copy.done()
+        finally:
+            store.stalled.set()
+        assert copy.result(20).copied <= 2, "cancelled, and ended after the object in flight"
+    with pytest.raises(AtlasError, match="closed"):
+        tier.prefetch(PREFIX, other)
+    tier.close()
+    assert closed.is_set()

@@ -15,6 +15,7 @@ from kvatlas.planning import Plan, plan
 from kvatlas.planning.request import quantity
 from kvatlas.routing import fingerprint
 from kvatlas.routing.conversion import parse_conversion
+from kvatlas.tier.addresses import without_secrets
 from kvatlas.tier.canonical_rows import canonical_rows, layers_of
 from kvatlas.tier.converting import Converting, check_converting
 from kvatlas.tier.prefix_finder import AnyTier
@@ -84,7 +85,7 @@ def open_tier(
         if options:
             hint = "Remove them, or use the address of a store, such as folder:///path"
             problem = "These options apply only to object stores"
-            got = f"{', '.join(sorted(options))} for {str(where)!r}"
+            got = f"{', '.join(sorted(options))} for {without_secrets(where)!r}"
             raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
         if "://" in str(where):
             raise _unknown_kind(where)
@@ -93,7 +94,7 @@ def open_tier(
     if identity is None:
         hint = "Pass identity=CacheIdentity(weights=models.weights_identity(folder))"
         problem = "A tier in an object store requires an identity"
-        got = f"no identity for {str(where)!r}"
+        got = f"no identity for {without_secrets(where)!r}"
         raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
     about: dict[str, Any] = {"block_size": block_size, "max_len": max_len, **options}
     return open_store_tier(str(where), model, identity, **about)
@@ -217,7 +218,7 @@ def open_store(where: str, *, create: bool = True, **instead: Any) -> ObjectStor
     if "replicas" in about and address.scheme != "mooncake":
         problem = "This store does not support replicas="
         hint = "Use mooncake://, or configure replication in the store itself"
-        got = f"replicas={about['replicas']} for {where!r}"
+        got = f"replicas={about['replicas']} for {without_secrets(where)!r}"
         raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
     try:
         match address.scheme:
@@ -244,16 +245,21 @@ def _encrypted(where: str, create: bool, about: dict[str, Any]) -> ObjectStore:
     if where.startswith("mooncake:"):
         problem = "Mooncake Store reads registered memory, so its objects cannot be encrypted"
         hint = "Remove keys=, or use folder:///path"
-        raise AtlasError(Code.CONTRADICTORY, problem, got=repr(where), hint=hint)
+        got = repr(without_secrets(where))
+        raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
     keys = KeyFolder(about.pop("keys"))
     plain = open_store(where.partition("?")[0], create=create, **about)
-    return EncryptedStore(plain, keys)
+    try:
+        return EncryptedStore(plain, keys)
+    except BaseException:
+        plain.close()
+        raise
 
 
 def _unknown_kind(where: str | Path) -> AtlasError:
     hint = "Use mooncake://host:port, s3://bucket/prefix, redis://host:port or folder:///path"
     problem = "The address of the store is not valid"
-    return AtlasError(Code.BAD_CONFIG, problem, got=repr(str(where)), hint=hint)
+    return AtlasError(Code.BAD_CONFIG, problem, got=repr(without_secrets(where)), hint=hint)
 
 
 def rows_of(model: Model, block_size: int, max_len: int | None, memory: str | int) -> Plan:

@@ -173,11 +173,12 @@ def copy_prefix(
     """
     known = [(tenant, namespace)] if tenant and namespace else sorted(_rows(store))
     places = [one for one in known if tenant in ("", one[0]) and namespace in ("", one[1])]
-    names = [
-        name
-        for one in places
-        for name in _names_of_prefix(store, one, tokens, salt=salt, lora=lora)
-    ]
+    names = []
+    for one in places:
+        for name in _names_of_prefix(store, one, tokens, salt=salt, lora=lora):
+            if cancelled is not None and cancelled():
+                return CopiedPrefix(0, 0, 0, [])
+            names.append(name)
     copied, nbytes, existing, refused = 0, 0, 0, []
     for number, name in enumerate(names):
         if cancelled is not None and cancelled():
@@ -291,12 +292,15 @@ def _row_format(store: ObjectStore, tenant: str, namespace: str) -> _RowFormat |
 
 
 def _read(store: ObjectStore, name: str) -> Bytes | None:
-    """Return the bytes of an object: None if it is absent, empty if its size is invalid."""
+    """Return the bytes of an object: None if it is absent, empty if the store cannot read it."""
     size = store.size(name)
     if size == ABSENT or not HEADER <= size <= LARGEST:
         return None if size == ABSENT else np.empty(0, np.uint8)
     into = np.empty(size, np.uint8)
-    return into if store.get([(name, [into])]) == [size] else None
+    (found,) = store.get([(name, [into])])
+    if found != size:
+        return None if found == ABSENT else np.empty(0, np.uint8)
+    return into
 
 
 def _is_sound(name: str, found: Bytes) -> bool:

@@ -30,11 +30,12 @@ from kvatlas.tier.hit import check_all_there
 from kvatlas.tier.index import StoreResult
 from kvatlas.tier.ingest import Ingest
 from kvatlas.tier.namespaces import RowName
+from kvatlas.tier.prefix_copies import PrefixCopies
 from kvatlas.tier.request_blocks import Keys, NeededBlock, keys_by_group
 from kvatlas.tier.row_storing import Puts, RowStoring
 from kvatlas.tier.store_calls import Deadline
 from kvatlas.tier.store_hit import StoreHit
-from kvatlas.tier.store_inspection import CopiedPrefix, copy_prefix
+from kvatlas.tier.store_inspection import CopiedPrefix
 from kvatlas.tier.stored_rows import FoundRows, OtherRows, StoredRows, check_alike
 from kvatlas.tier.stores import ObjectStore
 
@@ -131,6 +132,7 @@ class StoreTier:
         self._ingest_from = lru_cache(PLANS)(lambda source: Ingest(source, plan))
         self._compiling = threading.Lock()
         self._puts: set[Future[Any]] = set()
+        self._copies = PrefixCopies()
         self._lock = threading.Lock()
 
     # -- storing ------------------------------------------------------------------------
@@ -312,11 +314,10 @@ class StoreTier:
             hit.fetch(pools, plan, rank=rank, blocks=blocks, convert=convert)
 
     def prefetch(self, prefix: Sequence[int], to: ObjectStore, **options: Any) -> CopiedPrefix:
-        """Copy the rows of a request's first tokens to another store: see `copy_prefix`."""
+        """Copy the rows of a prefix to another store: see `copy_prefix`. `close` cancels it."""
         tenant, namespace = self.namespace.prefix.split("/")[1:3]
         about = {"tenant": tenant, "namespace": namespace, **options}
-        with self._storage.using():
-            return copy_prefix(self._traffic.store, to, prefix, **about)
+        return self._copies.copy(self._traffic.store, to, prefix, **about)
 
     def drop(self, keys: Keys) -> int:
         """Remove keys from every group and return how many objects were removed."""
@@ -333,13 +334,13 @@ class StoreTier:
             return removed
 
     def close(self) -> None:
-        """Wait for calls in flight, then close the store.
+        """Cancel copies, wait for calls in flight, then close the store.
 
         If the store hangs, the call returns after the deadline and leaves it open.
         """
         self.flush()
         deadline = Deadline(self.timeout)
-        ended = [rows.close(deadline) for rows in self._rows]
+        ended = [*(rows.close(deadline) for rows in self._rows), self._copies.close(deadline)]
         if all(ended):
             self._traffic.store.close()
 

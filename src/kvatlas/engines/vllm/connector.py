@@ -57,6 +57,7 @@ from kvatlas.engines.vllm.weights_identity import engine_identity
 from kvatlas.engines.vllm.worker_side import PullCounts, WorkerSide
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import CacheIdentity
+from kvatlas.tier.addresses import without_secrets
 from kvatlas.wire import Memory
 
 log = logging.getLogger("kvatlas.vllm")
@@ -258,7 +259,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
             tier = self._tier.open(self._settings.tier, described_model(stages), plan, convert)
             self._tier_worker = TierWorker(tier, plan, rank, memory, self._ended, convert)
             used = tier.plan if tier is not None else "unusable"
-            log.info("tier %s: %s", self._settings.tier, used)
+            log.info("tier %s: %s", without_secrets(self._settings.tier), used)
         if not self._settings.alone:
             port = config.parallel_config.data_parallel_index * plan.ranks + rank
             about = (plan, rank, memory, self._settings)

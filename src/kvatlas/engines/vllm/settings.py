@@ -15,6 +15,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.planning.request import quantity
 from kvatlas.pool import Checkpoints, checkpoint_policy
 from kvatlas.routing.conversion import parse_conversion
+from kvatlas.tier.addresses import without_secrets
 from kvatlas.tier.opening import is_store
 from kvatlas.wire import TRANSPORT_NAMES, How
 from kvatlas.wire.client.transfer_request import how_hint
@@ -155,17 +156,18 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         _ = self.checkpoint_policy
         if self.tier is None:
             return
+        shown = without_secrets(self.tier)
         of_one_process = self.tier.startswith("host:")
         if is_store(self.tier) and not of_one_process:
             return
         if "://" in self.tier:
             hint = "Use mooncake://host:port, folder:///path, a file's path, or memory"
-            raise _bad(f"tier {self.tier!r}", hint)
+            raise _bad(f"tier {shown!r}", hint)
         hint = "Set tier to the address of a store, such as folder:///path, or remove the option"
         if self.tenant:
-            raise _bad(f"tenant {self.tenant!r} with tier {self.tier!r}", hint)
+            raise _bad(f"tenant {self.tenant!r} with tier {shown!r}", hint)
         if self.tier_options != StoreOptions():
-            raise _bad(f"tier_options with tier {self.tier!r}", hint)
+            raise _bad(f"tier_options with tier {shown!r}", hint)
 
     def _check_conversion(self) -> None:
         """Raise if `convert` is invalid, or if the tier is one that no other engine can share."""

@@ -1,10 +1,11 @@
 """`EncryptedStore`: objects that are encrypted with AES-256-GCM before they reach a store.
 
-    nonce, 12 random bytes | ciphertext, as long as the object | tag, 16 bytes
+    version, 1 byte | nonce, 12 random bytes | ciphertext, as long as the object | tag, 16 bytes
 
-The object's name is authenticated as associated data, so that no object can take the place of
-another. Each tenant has a key. Without the key, the objects of a tenant cannot be read: deleting
-the key deletes them. Names, sizes and times stay visible.
+Each tenant has a key, from which a key for each object is derived by its name. The number of
+objects of a tenant is therefore not limited by random nonces, and no object can take the place of
+another. The version and the name are also authenticated as associated data. Without the tenant's
+key, its objects cannot be read: deleting the key deletes them. Names, sizes and times stay visible.
 """
 
 from __future__ import annotations
@@ -12,72 +13,26 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from pathlib import Path
 
 import numpy as np
 
 from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom, joined_size
+from kvatlas.tier.stores.key_folder import KEY, KeyFolder
 
-_KEY, _NONCE, _TAG = 32, 12, 16
-OVERHEAD = _NONCE + _TAG
+_NONCE, _TAG = 12, 16
+_VERSION, _PURPOSE = b"\x01", b"kvatlas row key"
+OVERHEAD = len(_VERSION) + _NONCE + _TAG
 """Bytes that encryption adds to an object."""
-
-
-class KeyFolder:
-    """A folder with the key of each tenant: 32 bytes in `DIGEST.key`.
-
-    DIGEST is the tenant's digest, as object names and `kvatlas tier ls` contain it. Keys are read
-    for each call of the store, so that a deleted key takes effect at once.
-
-    >>> from tempfile import mkdtemp
-    >>> keys = KeyFolder(mkdtemp())
-    >>> path = keys.create("acme")
-    >>> len(keys.key(path.stem)), keys.has("0" * 32)
-    (32, False)
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-
-    def create(self, tenant: str) -> Path:
-        """Write a random key for a tenant, given by its name, and return the path of the file."""
-        digest = blake2b(tenant.encode(), digest_size=16).hexdigest()
-        path = self.path / f"{digest}.key"
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with open(path, "xb", opener=lambda name, how: os.open(name, how, 0o600)) as file:
-                file.write(os.urandom(_KEY))
-        except OSError as fault:
-            problem, hint = "The key cannot be written", "Keep an existing key: rows depend on it"
-            raise AtlasError(Code.UNWRITABLE, problem, got=str(fault), hint=hint) from None
-        return path
-
-    def has(self, digest: str) -> bool:
-        """Return whether a tenant, given by its digest, has a key."""
-        return (self.path / f"{digest}.key").is_file()
-
-    def key(self, digest: str) -> bytes:
-        """Return the key of a tenant, given by its digest. Raises an error if there is none."""
-        path = self.path / f"{digest}.key"
-        try:
-            found = path.read_bytes()
-        except OSError as fault:
-            raise _unreadable(
-                f"{path}: {fault.strerror}", "Restore the key of the tenant"
-            ) from None
-        if len(found) != _KEY:
-            hint = f"Use a key of {_KEY} bytes, such as KeyFolder.create makes"
-            raise _unreadable(f"{path} of {len(found)} bytes", hint)
-        return found
 
 
 class EncryptedStore(ObjectStore):
     """A store whose objects are encrypted with the key of their tenant.
 
     Objects of a tenant without a key count as absent in lookups. Reading or writing them raises an
-    error, as does reading an object that was encrypted with another key or changed afterwards.
+    error. An object that was encrypted with another key or changed afterwards is damaged: reading
+    it returns size 0 and none of its bytes, so that the tier removes and stores it again.
     """
 
     def __init__(self, store: ObjectStore, keys: KeyFolder) -> None:
@@ -102,20 +57,28 @@ class EncryptedStore(ObjectStore):
         asked = [(name, [raw]) for (name, _), raw in zip(objects, into, strict=True)]
         sizes = []
         for (name, parts), raw, size in zip(objects, into, self.store.get(asked), strict=True):
-            if size == raw.nbytes:
-                _scatter(self._decrypted(name, raw), parts)
-            sizes.append(size if size == ABSENT else max(size - OVERHEAD, 0))
+            plain = self._decrypted(name, raw) if size == raw.nbytes else None
+            if plain is not None:
+                _scatter(plain, parts)
+                sizes.append(plain.nbytes)
+            else:
+                sizes.append(ABSENT if size == ABSENT else _damaged_size(size, raw.nbytes))
         return sizes
 
     def ranges(self, name: str, wanted: Sequence[tuple[int, Bytes]]) -> int:
-        """Read parts of an object. The whole object is read, because its tag covers all of it."""
+        """Read parts of an object and return the number of bytes read, or `ABSENT`.
+
+        The whole object is read, because its tag covers all of it. If it is damaged, return 0.
+        """
         size = self.store.size(name)
         if size == ABSENT:
             return ABSENT
-        raw = np.empty(max(size, OVERHEAD), np.uint8)
+        raw = np.empty(size, np.uint8)
         if self.store.get([(name, [raw])]) != [raw.nbytes]:
             return ABSENT
         plain = self._decrypted(name, raw)
+        if plain is None:
+            return 0
         for offset, memory in wanted:
             part = plain[offset : offset + memory.nbytes]
             memory[: part.nbytes] = part
@@ -161,18 +124,25 @@ class EncryptedStore(ObjectStore):
 
     def _encrypted(self, name: str, parts: Parts) -> Bytes:
         nonce, plain = os.urandom(_NONCE), b"".join(part.tobytes() for part in parts)
-        sealed = self._cipher(self.keys.key(_tenant(name))).encrypt(nonce, plain, name.encode())
-        return np.frombuffer(nonce + sealed, np.uint8)
+        sealed = self._cipher(self._key(name)).encrypt(nonce, plain, _VERSION + name.encode())
+        return np.frombuffer(_VERSION + nonce + sealed, np.uint8)
 
-    def _decrypted(self, name: str, raw: Bytes) -> Bytes:
-        cipher = self._cipher(self.keys.key(_tenant(name)))
-        sealed = raw[_NONCE:].tobytes()
+    def _decrypted(self, name: str, raw: Bytes) -> Bytes | None:
+        """Return the decrypted bytes of an object, or None if it is damaged."""
+        cipher, content = self._cipher(self._key(name)), raw.tobytes()
+        version, rest = content[: len(_VERSION)], content[len(_VERSION) :]
+        if version != _VERSION or len(content) < OVERHEAD:
+            return None
         try:
-            plain = cipher.decrypt(raw[:_NONCE].tobytes(), sealed, name.encode())
+            plain = cipher.decrypt(rest[:_NONCE], rest[_NONCE:], version + name.encode())
         except self._invalid:
-            hint = "Restore the tenant's key, or remove its rows with `kvatlas tier gc --tenant`"
-            raise _unreadable(f"{name}: another key, or changed bytes", hint) from None
+            return None
         return np.frombuffer(plain, np.uint8)
+
+    def _key(self, name: str) -> bytes:
+        """Return the key of an object, derived from its name and the key of its tenant."""
+        key = self.keys.key(_tenant(name))
+        return blake2b(name.encode(), key=key, digest_size=KEY, person=_PURPOSE).digest()
 
 
 def _tenant(name: str) -> str:
@@ -181,12 +151,16 @@ def _tenant(name: str) -> str:
     return words[1] if len(words) > 2 else ""
 
 
+def _damaged_size(size: int, expected: int) -> int:
+    """Return the size to report for an object of `size` stored bytes that cannot be decrypted.
+
+    It is that of the plain object, or 0 if the object is as long as expected.
+    """
+    return 0 if size == expected else max(size - OVERHEAD, 0)
+
+
 def _scatter(plain: Bytes, parts: Parts) -> None:
     at = 0
     for part in parts:
         part[:] = plain[at : at + part.nbytes]
         at += part.nbytes
-
-
-def _unreadable(got: str, hint: str) -> AtlasError:
-    return AtlasError(Code.ROW_UNREADABLE, "An encrypted row cannot be read", got=got, hint=hint)

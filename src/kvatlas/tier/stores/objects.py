@@ -17,6 +17,7 @@ import numpy as np
 from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code, MissingExtraError
 from kvatlas.geometry.integers import duration
+from kvatlas.tier.addresses import without_secrets
 from kvatlas.tier.store_calls import Deadline, StoreCalls
 from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom, joined_size
 
@@ -44,7 +45,7 @@ class BucketStore(ObjectStore):
         except ImportError:
             raise MissingExtraError("obstore", "objects") from None
         self._obstore: Any = obstore
-        self.where = where
+        self.where = without_secrets(where)
         # A request may begin at the end of the time for retries.
         half = timedelta(seconds=duration(timeout) / 2)
         plain = str(options.get("endpoint", "")).startswith("http://")
@@ -57,7 +58,7 @@ class BucketStore(ObjectStore):
         except (ValueError, obstore.exceptions.BaseError) as fault:
             problem = "The address or an option of the bucket is not valid"
             hint = "Use s3://bucket/prefix and options of obstore, such as region and endpoint"
-            got = f"{where}: {str(fault)[:200]}"
+            got = f"{self.where}: {str(fault)[:200]}"
             raise AtlasError(Code.BAD_CONFIG, problem, got=got, hint=hint) from None
         self._conditional = True
         """Whether the service supports conditional puts, as far as is known."""

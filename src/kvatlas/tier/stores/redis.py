@@ -16,6 +16,7 @@ import numpy as np
 from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code, MissingExtraError
 from kvatlas.geometry.integers import duration
+from kvatlas.tier.addresses import without_secrets
 from kvatlas.tier.stores.base import (
     ABSENT,
     ObjectStore,
@@ -47,7 +48,7 @@ class RedisStore(ObjectStore):
             raise MissingExtraError("redis", "redis") from None
         self._redis: Any = redis
         address = where.replace("valkey", "redis", 1) if where.startswith("valkey") else where
-        self.where = where.rpartition("@")[2]
+        self.where = without_secrets(where)
         half = duration(timeout) / 2
         about = {"socket_timeout": half, "socket_connect_timeout": half}
         again = Retry(NoBackoff(), _RETRIES)
@@ -56,11 +57,10 @@ class RedisStore(ObjectStore):
             self._client: Any = redis.Redis.from_url(
                 address, retry=again, retry_on_error=errors, **about
             )
-        except ValueError as fault:
+        except ValueError:  # its text may contain a part of the password
             problem = "The address of the Redis server is not valid"
-            hint = "Use an address such as redis://127.0.0.1:6379/0"
-            got = f"{self.where}: {fault}"
-            raise AtlasError(Code.BAD_CONFIG, problem, got=got, hint=hint) from None
+            hint = "Use an address such as redis://127.0.0.1:6379/0, and %2F for / in a password"
+            raise AtlasError(Code.BAD_CONFIG, problem, got=self.where, hint=hint) from None
 
     def put(self, objects: Sequence[tuple[str, Parts]]) -> list[bool]:
         """Store objects that do not exist yet. Return, for each, whether it exists now."""

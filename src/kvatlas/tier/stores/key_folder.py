@@ -1,0 +1,99 @@
+"""`KeyFolder`: the keys with which `EncryptedStore` encrypts the objects of each tenant."""
+
+from __future__ import annotations
+
+import os
+from hashlib import blake2b
+from pathlib import Path
+
+from kvatlas.errors import AtlasError, Code
+
+KEY = 32
+"""Bytes of a key."""
+_OF_OTHERS = 0o066
+"""Permissions of group and others to read or write."""
+
+
+class KeyFolder:
+    """A folder with the key of each tenant: 32 bytes in `DIGEST.key`.
+
+    DIGEST is the tenant's digest, as object names and `kvatlas tier ls` contain it. Keys are read
+    for each call of the store, so that a deleted key takes effect at once. A key that other users
+    can read or write is refused.
+
+    >>> from tempfile import mkdtemp
+    >>> keys = KeyFolder(mkdtemp())
+    >>> path = keys.create("acme")
+    >>> len(keys.key(path.stem)), keys.has("0" * 32)
+    (32, False)
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def create(self, tenant: str) -> Path:
+        """Write a random key for a tenant, given by its name, and return the path of the file.
+
+        The file appears with all of its bytes, which are then on disk, or not at all.
+        """
+        digest = blake2b(tenant.encode(), digest_size=16).hexdigest()
+        path = self.path / f"{digest}.key"
+        new = self.path / f".{digest}.{os.urandom(8).hex()}.new"
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                with open(new, "xb", opener=lambda name, how: os.open(name, how, 0o600)) as file:
+                    file.write(os.urandom(KEY))
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.link(new, path)  # unlike a rename, it never replaces a key
+            finally:
+                new.unlink(missing_ok=True)
+            _sync_folder(self.path)
+        except OSError as fault:
+            problem, hint = "The key cannot be written", "Keep an existing key: rows depend on it"
+            raise AtlasError(Code.UNWRITABLE, problem, got=str(fault), hint=hint) from None
+        return path
+
+    def has(self, digest: str) -> bool:
+        """Return whether a tenant, given by its digest, has a key that `key` returns."""
+        try:
+            self.key(digest)
+        except AtlasError:
+            return False
+        return True
+
+    def key(self, digest: str) -> bytes:
+        """Return the key of a tenant, given by its digest. Raises an error if there is none.
+
+        A file of another size, or one that other users can read or write, is refused too.
+        """
+        path = self.path / f"{digest}.key"
+        try:
+            with path.open("rb") as file:
+                mode, found = os.fstat(file.fileno()).st_mode, file.read(KEY + 1)
+        except OSError as fault:
+            raise _unreadable(
+                f"{path}: {fault.strerror}", "Restore the key of the tenant"
+            ) from None
+        if mode & _OF_OTHERS:
+            got = f"{path} with mode {mode & 0o777:03o}"
+            raise _unreadable(got, "Let only its owner read the key: chmod 600")
+        if len(found) != KEY:
+            size = f"{len(found)} bytes" if len(found) < KEY else f"more than {KEY} bytes"
+            hint = f"Use a key of {KEY} bytes, such as KeyFolder.create makes"
+            raise _unreadable(f"{path} of {size}", hint)
+        return found
+
+
+def _sync_folder(path: Path) -> None:
+    """Write the entries of a folder to disk."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _unreadable(got: str, hint: str) -> AtlasError:
+    return AtlasError(Code.ROW_UNREADABLE, "An encrypted row cannot be read", got=got, hint=hint)
