@@ -44,12 +44,16 @@ def test_a_child_after_a_fork_opens_the_index_itself(tmp_path: Path) -> None:
 def test_a_fork_during_a_transaction_leaves_a_store_that_works(tmp_path: Path, call: str) -> None:
     store, begun = FolderStore(tmp_path, capacity=1000), threading.Event()
 
-    def slow(database: sqlite3.Connection) -> None:
+    def slow(_: sqlite3.Connection) -> None:
         begun.set()
         time.sleep(0.5)
 
+    def close() -> bool:
+        store.close()
+        return True
+
     acts: dict[str, Callable[[], bool]] = {
-        "close": lambda: store.close() is None,
+        "close": close,
         "sweep": lambda: store.sweep() == 0,
         "put": lambda: store.put([("kv1/child", [SOME])]) == [True],
     }

@@ -29,7 +29,7 @@ from urllib.parse import quote
 from weakref import WeakSet
 
 from kvatlas.tier.stores.base import tenant_of
-from kvatlas.tier.stores.folder_files import is_object, objects_below
+from kvatlas.tier.stores.folder_files import is_object, last_use, objects_below
 
 T = TypeVar("T")
 ALL = "*"
@@ -224,7 +224,7 @@ class FolderIndex:
 
     def _objects(self) -> Iterator[tuple[str, str, int, int]]:
         for name, about in objects_below(self._root, self._root):
-            yield name, tenant_of(name), about.st_size, about.st_mtime_ns
+            yield name, tenant_of(name), about.st_size, last_use(about)
 
     def _remove_others(self, name: str) -> None:
         """Remove older databases, and the files in which older releases counted bytes."""
