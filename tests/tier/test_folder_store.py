@@ -14,6 +14,7 @@ import pytest
 
 from kvatlas import AtlasError, Code
 from kvatlas.tier import FolderStore, HostStore, ObjectStore
+from kvatlas.tier.stores import folder_index
 
 SOME = np.arange(100, dtype=np.uint8)
 
@@ -233,3 +234,16 @@ def test_files_with_times_that_no_clock_shows_are_objects(tmp_path: Path, used: 
         assert bounded.put([(f"kv1/new-{number}", [SOME])]) == [True]
     assert bounded.capacity() == (300, 300, 3)
     assert (tmp_path / "kv1/1").exists() == (used > 0)
+
+
+def test_an_index_that_cannot_be_built_is_an_error_of_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FolderStore(tmp_path, capacity=1000)
+    monkeypatch.setattr(folder_index, "_SCHEMA", "CREATE no table")
+    with pytest.raises(AtlasError) as refusal:
+        store.sweep()
+    assert refusal.value.code is Code.UNREADABLE
+    monkeypatch.undo()
+    store.sweep()
+    assert store.put([("kv1/a", [SOME])]) == [True]

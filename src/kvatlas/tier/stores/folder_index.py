@@ -107,11 +107,9 @@ class FolderIndex:
             try:
                 return self._transaction(act)
             except DamagedIndexError:
-                try:
+                with _unbuildable():
                     self._replace()
                     return self._transaction(act)
-                except DamagedIndexError as fault:
-                    raise OSError(f"the index cannot be built: {fault.__cause__}") from None
 
     def usage(self, database: sqlite3.Connection, tenant: str = ALL) -> tuple[int, int]:
         """Return the bytes and the number of objects of a tenant or of all tenants."""
@@ -122,9 +120,9 @@ class FolderIndex:
         return nbytes, objects
 
     def rebuild(self) -> None:
-        """Replace the index by one that is built from the files."""
+        """Replace the index by one that is built from the files. Raises `OSError` if it fails."""
         self.close()
-        with self._lock:
+        with self._lock, _unbuildable():
             self._name = self._current()
             self._replace()
 
@@ -280,6 +278,15 @@ def _connect(path: Path) -> sqlite3.Connection:
         database.close()
         raise
     return database
+
+
+@contextmanager
+def _unbuildable() -> Iterator[None]:
+    """Raise `OSError` if a new index is damaged as well."""
+    try:
+        yield
+    except DamagedIndexError as fault:
+        raise OSError(f"the index cannot be built: {fault.__cause__}") from None
 
 
 @contextmanager
