@@ -71,14 +71,15 @@ def test_a_parent_that_closes_its_stores_takes_no_entry_of_its_child(tmp_path: P
     stores = [FolderStore(tmp_path, capacity=1000) for _ in range(2)]
     for number, store in enumerate(stores):
         assert store.put([(f"kv1/{number}", [SOME])]) == [True]
-    closed = multiprocessing.get_context("fork").Event()
+    ready, closed = (multiprocessing.get_context("fork").Event() for _ in range(2))
 
     def act() -> bool:
         first = stores[0].put([("kv1/before", [SOME])]) == [True]
-        return closed.wait(30) and first and stores[1].put([("kv1/after", [SOME])]) == [True]
+        ready.set()
+        return closed.wait(30) and first and stores[0].put([("kv1/after", [SOME])]) == [True]
 
     def close() -> None:
-        time.sleep(0.2)
+        assert ready.wait(30)
         for store in stores:
             store.close()
         closed.set()
