@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import random
 import signal
@@ -223,21 +222,6 @@ def test_killed_writers_leave_at_most_entries_without_files(tmp_path: Path) -> N
     assert all(store.put([(f"kv1/c/{n}", [SOME]) for n in range(30)]))
     agrees(tmp_path)
     assert bytes_in(tmp_path) == 3000
-
-
-def test_a_child_after_a_fork_opens_the_index_itself(tmp_path: Path) -> None:
-    store = FolderStore(tmp_path, capacity=1000)
-    assert store.put([("kv1/parent", [SOME])]) == [True]
-
-    def act() -> None:
-        os._exit(0 if store.put([("kv1/child", [SOME])]) == [True] else 1)
-
-    child = multiprocessing.get_context("fork").Process(target=act)
-    child.start()
-    child.join(30)
-    assert child.exitcode == 0
-    assert store.put([("kv1/after", [SOME])]) == [True]
-    agrees(tmp_path)
 
 
 def damages() -> dict[str, Callable[[Path], object]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from kvatlas import AtlasError, Code
 from kvatlas.tier import FolderStore, HostStore, ObjectStore
+from kvatlas.tier.stores import folder_index
 
 SOME = np.arange(100, dtype=np.uint8)
 
@@ -163,3 +165,85 @@ def test_what_was_written_without_a_quota_counts_for_the_next_who_has_one(tmp_pa
     assert all(FolderStore(tmp_path).put([(name, [SOME]) for name in names]))
     assert FolderStore(tmp_path, quota=500).put([("kv1/t/new/0", [SOME])]) == [True]
     assert FolderStore(tmp_path).capacity().used <= 500
+
+
+def test_files_of_other_programs_are_no_objects(tmp_path: Path) -> None:
+    """They are neither counted nor evicted, and an index that contains them is built again."""
+    (tmp_path / "kv1").mkdir()
+    (tmp_path / "Folder").mkdir()
+    names = [b"README.md", b"kv1/Notes", b"kv1/\xff.bin", b"Folder/object"]
+    strange = [tmp_path / os.fsdecode(name) for name in names]
+    for path in strange:
+        path.write_bytes(bytes(850))
+        os.utime(path, (10**9, 10**9))
+    store = FolderStore(tmp_path, capacity=1000)
+    for number in range(30):
+        assert store.put([(f"kv1/{number}", [SOME])]) == [True]
+        if number == 20:  # as an older release would have built the index
+            store._index.write(
+                lambda database: database.execute(
+                    "INSERT INTO objects VALUES ('README.md', '', 850, 1, 0)"
+                )
+            )
+    assert store.capacity() == (1000, 1000, 10)
+    assert len(list(store.names())) == store.remove_all("") == 10
+    assert all(path.exists() for path in strange)
+
+
+@pytest.mark.parametrize("folder", ["lost+found", "kv1/of-another-user"])
+@pytest.mark.parametrize("capacity", [0, 1000])
+def test_folders_that_may_not_be_read_are_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, capacity: int
+) -> None:
+    (tmp_path / folder).mkdir(mode=0o700, parents=True)
+    scandir = os.scandir
+
+    def refused(path: Path) -> object:
+        if Path(path) == tmp_path / folder:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    store = FolderStore(tmp_path, capacity=capacity)
+    for number in range(12):
+        assert store.put([(f"kv1/{number}", [SOME])]) == [True]
+    assert store.capacity().objects == (10 if capacity else 12)
+    assert store.sweep() == 0
+    assert len(list(store.names())) == (10 if capacity else 12)
+
+
+def test_a_root_that_may_not_be_read_is_not_one_without_objects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FolderStore(tmp_path)
+    refusal = PermissionError(errno.EACCES, "Permission denied")
+    monkeypatch.setattr(os, "scandir", lambda _: (_ for _ in ()).throw(refusal))
+    with pytest.raises(AtlasError):
+        store.capacity()
+
+
+@pytest.mark.parametrize("used", [-(10**10), 0, 10**10])
+def test_files_with_times_that_no_clock_shows_are_objects(tmp_path: Path, used: int) -> None:
+    """10^10 seconds are more nanoseconds than 64 bits hold."""
+    store = FolderStore(tmp_path)
+    assert all(store.put([(f"kv1/{number}", [SOME]) for number in range(3)]))
+    os.utime(tmp_path / "kv1/1", (used, used))
+    bounded = FolderStore(tmp_path, capacity=300)
+    assert bounded.capacity() == (300, 300, 3)
+    for number in range(3):
+        assert bounded.put([(f"kv1/new-{number}", [SOME])]) == [True]
+    assert bounded.capacity() == (300, 300, 3)
+    assert (tmp_path / "kv1/1").exists() == (used > 0)
+
+
+def test_an_index_that_cannot_be_built_is_an_error_of_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FolderStore(tmp_path, capacity=1000)
+    monkeypatch.setattr(folder_index, "_SCHEMA", "CREATE no table")
+    with pytest.raises(AtlasError) as refusal:
+        store.sweep()
+    assert refusal.value.code is Code.UNREADABLE
+    monkeypatch.undo()
+    store.sweep()
+    assert store.put([("kv1/a", [SOME])]) == [True]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code
+from kvatlas.errors import MissingExtraError
 from kvatlas.models import CacheIdentity
 from kvatlas.tier import ObjectStore, StoreTier, open_store, open_tier
 from tests.profiles import DEEP
@@ -21,6 +24,8 @@ from tests.tier.world import World, small, tier_plan
 TIMES = 100 if DEEP else 1
 MODEL = MODELS["dense"]
 OURS = CacheIdentity(weights="ours")
+CLIENTS = {"s3": "obstore", "redis": "redis"}
+"""The module that each kind of store needs."""
 LATE = 5.0
 """Seconds that a busy machine may add to a timeout."""
 
@@ -123,22 +128,78 @@ def test_a_disturbed_connection_leads_to_misses_and_never_to_a_wrong_byte(
     proxy.close()
 
 
-def test_a_server_that_is_not_there_is_a_miss_and_an_error_of_the_store() -> None:
-    for store in ("s3", "redis"):
-        if missing(store):
-            continue
-        where = address(store, 9, timeout=1)
-        with closing(open_store(where)) as opened, pytest.raises(AtlasError) as refusal:
-            opened.exists(["kv2/a"])
+@pytest.mark.parametrize("store", ["s3", "redis"])
+def test_a_server_that_is_not_there_is_a_miss_and_an_error_of_the_store(store: str) -> None:
+    pytest.importorskip(CLIENTS[store])
+    where = address(store, 9, timeout=1)
+    with closing(open_store(where)) as opened, pytest.raises(AtlasError) as refusal:
+        opened.exists(["kv2/a"])
+    assert refusal.value.code is Code.WIRE_FAILED
+    with open_tier(where, MODEL, OURS, block_size=16, staging=1 << 16) as tier:
+        assert tier.match([b"key"], 16) == 0
+        assert dict(tier.misses) == {"failed": 1}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "where", ["s3://bucket?no_such_option=1", "s3://bucket?timeout=soon", "redis://h:1?x=1"]
+)
+def test_addresses_with_unknown_options_are_refused(where: str) -> None:
+    pytest.importorskip(CLIENTS[where.split(":")[0]])
+    with pytest.raises(AtlasError) as refusal:
+        open_store(where)
+    assert not isinstance(refusal.value, MissingExtraError)
+
+
+FORKED = """
+import os, signal, sys
+from kvatlas import AtlasError
+from kvatlas.tier import open_store
+store = open_store(sys.argv[1])
+
+def codes():
+    for names in (["kv2/a"], ["kv2/a", "kv2/b"]):
+        try:
+            store.exists(names)
+        except AtlasError as refusal:
+            yield "forked" if "forked" in str(refusal) else refusal.code.value
+
+if sys.argv[2] == "used":
+    list(codes())
+child = os.fork()
+if not child:
+    signal.alarm(30)  # the default action ends a child that hangs
+    print(*codes(), flush=True)
+    store.close()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+print(*codes())
+store.close()
+"""
+
+
+@pytest.mark.parametrize(("use", "said"), [("used", "forked"), ("unused", "wire_failed")])
+def test_no_call_of_a_bucket_hangs_in_a_forked_child(use: str, said: str) -> None:
+    pytest.importorskip("obstore")
+    command = [sys.executable, "-c", FORKED, address("s3", 9, timeout=1), use]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert ran.stdout.split() == [said] * 2 + ["wire_failed"] * 2, ran.stderr
+
+
+@pytest.mark.parametrize("names", [["kv2/a"], ["kv2/a", "kv2/b"]])
+def test_an_error_without_text_is_an_error_of_the_store(
+    monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    obstore = pytest.importorskip("obstore")
+    monkeypatch.setattr(obstore, "head", lambda *_: (_ for _ in ()).throw(OSError()))
+    with closing(open_store(address("s3", 9, timeout=1))) as store:
+        with pytest.raises(AtlasError, match="OSError") as refusal:
+            store.exists(names)
         assert refusal.value.code is Code.WIRE_FAILED
-        with open_tier(where, MODEL, OURS, block_size=16, staging=1 << 16) as tier:
-            assert tier.match([b"key"], 16) == 0
-            assert dict(tier.misses) == {"failed": 1}  # type: ignore[union-attr]
 
 
-def test_addresses_with_unknown_options_are_refused() -> None:
-    for where in ("s3://bucket?no_such_option=1", "s3://bucket?timeout=soon", "redis://h:1?x=1"):
-        if missing(where.split(":")[0]):
-            continue
-        with pytest.raises(AtlasError):
-            open_store(where)
+def test_a_closed_bucket_starts_no_threads() -> None:
+    pytest.importorskip("obstore")
+    store = open_store(address("s3", 9, timeout=1))
+    store.close()
+    with pytest.raises(AtlasError, match="closed"):
+        store.exists(["kv2/a", "kv2/b"])

@@ -31,6 +31,8 @@ _NETWORK = ("9p", "afs", "beegfs", "ceph", "cifs", "fuse", "gfs2", "glusterfs", 
             "ncpfs", "nfs", "ocfs2", "smb", "virtiofs", "wekafs")  # fmt: skip
 """First letters of file systems on which the locks of SQLite may not work."""
 MOUNTS = Path("/proc/self/mountinfo")
+_LATEST = 2**63 - 1
+"""The latest time in nanoseconds that a database can contain. File systems allow later ones."""
 _NAME = re.compile(r"[a-z0-9_-][a-z0-9_.-]*(/[a-z0-9_-][a-z0-9_.-]*)*")
 
 
@@ -70,14 +72,23 @@ def is_there(path: Path) -> bool:
 
 
 def objects_below(root: Path, folder: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the name and the status of each object below `folder`, which is `root` or below it."""
+    """Yield the name and the status of each object below `folder`, which is `root` or below it.
+
+    Files and folders of other programs are skipped: those that cannot have the name of an object,
+    and folders other than `root` that may not be read.
+    """
     if leads_away(root, folder / "x"):
         return
     waiting = [folder]
     while waiting:
-        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(waiting.pop()) as entries:
+        where = waiting.pop()
+        refused = () if where == root else (PermissionError,)
+        with (
+            suppress(FileNotFoundError, NotADirectoryError, *refused),
+            os.scandir(where) as entries,
+        ):
             for entry in entries:
-                if entry.name.startswith(".") or entry.name.endswith(UNFINISHED):
+                if not is_name(entry.name) or entry.name.endswith(UNFINISHED):
                     continue
                 if entry.is_dir(follow_symlinks=False):
                     waiting.append(Path(entry.path))
@@ -125,6 +136,14 @@ def set_used(file: int | Path) -> None:
     """Set the time of the last use of a file, with the resolution of the clock."""
     now = time.time_ns()
     os.utime(file, ns=(now, now))
+
+
+def last_use(about: os.stat_result) -> int:
+    """Return the time of the last use of a file, as a positive number that a database can contain.
+
+    Times are in nanoseconds since 1970.
+    """
+    return min(max(about.st_mtime_ns, 1), _LATEST)
 
 
 def _create(root: Path) -> tuple[int, Path]:

@@ -12,6 +12,7 @@ processes can read objects but not store any.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -25,9 +26,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
+from weakref import WeakSet
 
 from kvatlas.tier.stores.base import tenant_of
-from kvatlas.tier.stores.folder_files import is_object, objects_below
+from kvatlas.tier.stores.folder_files import is_object, last_use, objects_below
 
 T = TypeVar("T")
 ALL = "*"
@@ -36,6 +38,8 @@ VERSION = 1
 """The version of the schema. A database with another version is replaced."""
 LOCK_TIMEOUT = 10.0
 """Seconds to wait for another process, which may be suspended, to finish its transaction."""
+_FORK_TIMEOUT = 60.0
+"""Seconds that a fork waits for the transactions of other threads."""
 _LINK, _LOCK, _NAME = ".index", ".index.lock", re.compile(r"\.index-[0-9a-f]{16}\.db")
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _NOT_WRITTEN = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM)
@@ -67,6 +71,9 @@ class DamagedIndexError(Exception):
 class FolderIndex:
     """The index of one folder. Its transactions are safe between threads and processes.
 
+    SQLite forbids the use of a connection after a fork. A fork therefore waits for transactions and
+    closes the database, which parent and child open again when they next use it.
+
     >>> import tempfile
     >>> root = Path(tempfile.mkdtemp())
     >>> (root / "object").write_bytes(bytes(100))
@@ -79,10 +86,12 @@ class FolderIndex:
 
     def __init__(self, root: Path) -> None:
         self._root, self._link = root, root / _LINK
-        self._lock, self._process = threading.Lock(), os.getpid()
+        self._lock = threading.Lock()
         self._database: sqlite3.Connection | None = None
         self._name = ""
         """The name of the open database."""
+        with _forks.making:
+            _forks.indexes.add(self)
 
     def exists(self) -> bool:
         """Return whether the folder has an index."""
@@ -94,17 +103,13 @@ class FolderIndex:
         Raises `OSError` if the database cannot be locked or written. If the database is damaged, it
         is replaced, and `act` is called a second time.
         """
-        if self._process != os.getpid():  # SQLite forbids the use of a connection after a fork
-            self._lock, self._process, self._database = threading.Lock(), os.getpid(), None
         with self._lock:
             try:
                 return self._transaction(act)
             except DamagedIndexError:
-                try:
+                with _unbuildable():
                     self._replace()
                     return self._transaction(act)
-                except DamagedIndexError as fault:
-                    raise OSError(f"the index cannot be built: {fault.__cause__}") from None
 
     def usage(self, database: sqlite3.Connection, tenant: str = ALL) -> tuple[int, int]:
         """Return the bytes and the number of objects of a tenant or of all tenants."""
@@ -115,9 +120,9 @@ class FolderIndex:
         return nbytes, objects
 
     def rebuild(self) -> None:
-        """Replace the index by one that is built from the files."""
+        """Replace the index by one that is built from the files. Raises `OSError` if it fails."""
         self.close()
-        with self._lock:
+        with self._lock, _unbuildable():
             self._name = self._current()
             self._replace()
 
@@ -126,8 +131,25 @@ class FolderIndex:
         with self._lock:
             self._close()
 
+    def before_fork(self, until: float) -> bool:
+        """Close the database and keep the lock. Return False if a thread does not release it."""
+        if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
+            return False
+        self._close()
+        return True
+
+    def after_fork(self) -> None:
+        """Release the lock in the parent."""
+        self._lock.release()
+
+    def after_fork_in_child(self) -> None:
+        """Replace the lock, which a thread that does not exist in the child may hold."""
+        if self._database is not None:  # closing it could remove a file that the parent uses
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._database))
+        self._lock, self._database = threading.Lock(), None
+
     def _close(self) -> None:
-        if self._database is not None and self._process == os.getpid():
+        if self._database is not None:
             with suppress(sqlite3.Error):
                 self._database.close()
         self._database = None
@@ -200,7 +222,7 @@ class FolderIndex:
 
     def _objects(self) -> Iterator[tuple[str, str, int, int]]:
         for name, about in objects_below(self._root, self._root):
-            yield name, tenant_of(name), about.st_size, about.st_mtime_ns
+            yield name, tenant_of(name), about.st_size, last_use(about)
 
     def _remove_others(self, name: str) -> None:
         """Remove older databases, and the files in which older releases counted bytes."""
@@ -209,6 +231,38 @@ class FolderIndex:
                 path.unlink(missing_ok=True)
         for path in self._root.glob(".used*"):
             path.unlink(missing_ok=True)
+
+
+class _Forks:
+    """The indexes of this process, which are closed while it forks."""
+
+    def __init__(self) -> None:
+        self.indexes: WeakSet[FolderIndex] = WeakSet()
+        self.making = threading.Lock()
+        """Held while an index is added, and during a fork."""
+        self._held: list[FolderIndex] = []
+
+    def before(self) -> None:
+        self.making.acquire()
+        until = time.monotonic() + _FORK_TIMEOUT
+        self._held = [index for index in list(self.indexes) if index.before_fork(until)]
+
+    def after(self) -> None:
+        for index in self._held:
+            index.after_fork()
+        self._held = []
+        self.making.release()
+
+    def after_in_child(self) -> None:
+        self.making, self._held = threading.Lock(), []
+        for index in list(self.indexes):
+            index.after_fork_in_child()
+
+
+_forks = _Forks()
+os.register_at_fork(
+    before=_forks.before, after_in_parent=_forks.after, after_in_child=_forks.after_in_child
+)
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -224,6 +278,15 @@ def _connect(path: Path) -> sqlite3.Connection:
         database.close()
         raise
     return database
+
+
+@contextmanager
+def _unbuildable() -> Iterator[None]:
+    """Raise `OSError` if a new index is damaged as well."""
+    try:
+        yield
+    except DamagedIndexError as fault:
+        raise OSError(f"the index cannot be built: {fault.__cause__}") from None
 
 
 @contextmanager

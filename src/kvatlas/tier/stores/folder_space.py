@@ -12,6 +12,7 @@ from typing import NamedTuple
 from kvatlas.tier.stores.base import tenant_of
 from kvatlas.tier.stores.folder_files import (
     is_name,
+    last_use,
     leads_away,
     remove_abandoned,
     remove_file,
@@ -164,7 +165,7 @@ class FolderSpace:
             about = (self._root / name).lstat()
         except OSError:
             return 0
-        return about.st_mtime_ns if stat.S_ISREG(about.st_mode) else 0
+        return last_use(about) if stat.S_ISREG(about.st_mode) else 0
 
     def _requeue(self, database: sqlite3.Connection, name: str, used: int) -> None:
         database.execute("UPDATE objects SET used = ? WHERE name = ?", (used, name))

@@ -7,6 +7,8 @@ conditional put where the service supports it.
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -35,7 +37,8 @@ class BucketStore(ObjectStore):
     A call of one object takes at most `timeout` seconds. `options` are those of `obstore`, such as
     `endpoint`, `region` and `skip_signature`. Credentials are taken from the environment, as the
     tools of the service do. The bucket must exist. It should delete objects by age, because this
-    store never evicts.
+    store never evicts. After the first request to any bucket, forked children of the process cannot
+    make requests: calls raise an error there.
     """
 
     def __init__(self, where: str, *, timeout: float = 5.0, **options: Any) -> None:
@@ -62,7 +65,9 @@ class BucketStore(ObjectStore):
             raise AtlasError(Code.BAD_CONFIG, problem, got=got, hint=hint) from None
         self._conditional = True
         """Whether the service supports conditional puts, as far as is known."""
-        self._requests = StoreCalls(REQUESTS)
+        self._requests: StoreCalls | None = None
+        """The threads, from the first call that needs them."""
+        self._starting, self._closed = threading.Lock(), False
 
     def put(self, objects: Sequence[tuple[str, Parts]]) -> list[bool]:
         """Store objects that do not exist yet. Return, for each, whether it exists now."""
@@ -145,6 +150,7 @@ class BucketStore(ObjectStore):
 
     def _listed(self, prefix: str) -> Iterator[tuple[str, int]]:
         folder = prefix.rpartition("/")[0]
+        _check_process()
         with self._failures():
             for some in self._obstore.list(self._bucket, folder or None):
                 for about in some:
@@ -175,17 +181,35 @@ class BucketStore(ObjectStore):
 
     def close(self) -> None:
         """End the threads of requests after those in flight, which end by their timeout."""
-        self._requests.close(Deadline(0.0))
+        if _runtime.process not in (0, os.getpid()):
+            return  # the threads are those of the parent, and so are the locks
+        with self._starting:
+            self._closed = True
+            if self._requests is not None:
+                self._requests.close(Deadline(0.0))
+
+    def _threads(self) -> StoreCalls:
+        with self._starting:
+            if self._requests is None:
+                self._requests = StoreCalls(REQUESTS)
+                if self._closed:
+                    self._requests.close(Deadline(0.0))  # it refuses calls
+            return self._requests
 
     def _each(self, act: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
         """Call a function for each item, in parallel. Raise the first error after all have ended.
 
-        No request may use the memory of the caller after this call.
+        No request may use the memory of the caller after this call. The wait has no limit of its
+        own, because `obstore` ends each request after the timeout.
         """
+        _check_process()
         with self._failures():
             if len(items) == 1:
                 return [act(items[0])]
-            started = [self._requests.start(lambda one=item: act(one)) for item in items]  # type: ignore[misc]
+            if not items:
+                return []
+            threads = self._threads()
+            started = [threads.start(lambda one=item: act(one)) for item in items]  # type: ignore[misc]
             failed = [future.exception() for future in started]
             if any(failed):
                 raise next(fault for fault in failed if fault is not None)
@@ -201,8 +225,31 @@ class BucketStore(ObjectStore):
         except (self._obstore.exceptions.BaseError, OSError, ValueError, RuntimeError) as fault:
             problem = "A request to the bucket failed"
             hint = "Check the address, the credentials and the network"
-            got = f"{self.where}: {str(fault).splitlines()[0][:200]}"
+            text = str(fault).strip().partition("\n")[0] or type(fault).__name__
+            got = f"{self.where}: {text[:200]}"
             raise AtlasError(Code.WIRE_FAILED, problem, got=got, hint=hint) from None
+
+
+class _Runtime:
+    """The process in which the threads of `obstore` run, or 0 before the first request.
+
+    `obstore` starts them once. They do not exist in a forked child, where requests would hang.
+    """
+
+    process = 0
+
+
+_runtime = _Runtime()
+
+
+def _check_process() -> None:
+    """Raise an error if `obstore` was used before this process was forked."""
+    _runtime.process = _runtime.process or os.getpid()
+    if _runtime.process != os.getpid():
+        problem = "Requests to buckets were made before this process was forked"
+        hint = 'Start processes with multiprocessing.get_context("spawn")'
+        got = "a request in a forked child"
+        raise AtlasError(Code.WIRE_FAILED, problem, got=got, hint=hint)
 
 
 _BACKOFF = {
