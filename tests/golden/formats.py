@@ -187,6 +187,8 @@ def json_keys(folder: Path) -> dict[str, list[str]]:
     plan_file.write_bytes(plan("Qwen3-8B", memory="8GiB").to_json())
     filled(FolderStore(folder / "store"))
     store, copy = f"folder://{folder}/store", f"folder://{folder}/copy"
+    other, prefix = f"folder://{folder}/other", folder / "prefix.json"
+    prefix.write_text("[1, 2, 3]")
     simulated = ["Llama-3.1-8B", "--memory", "2GiB", "--max-len", "8K", "--trace", TRACE]
     hybrid = ["Qwen3.5-397B-A17B", "--memory", "20GiB"]
     ends = ["--from", "tp=2", "--to", "layout=BHLNC", "--tokens", "48"]
@@ -216,6 +218,7 @@ def json_keys(folder: Path) -> dict[str, list[str]]:
         "tier gc": said("tier", "gc", store),
         "tier export": said("tier", "export", store, str(archive)),
         "tier import": said("tier", "import", copy, str(archive)),
+        "tier copy": said("tier", "copy", store, "--prefix", str(prefix), "--to", other),
     }
     return {name: sorted(key_paths(value)) for name, value in found.items()}
 

@@ -22,6 +22,7 @@ from tests.tier.test_topologies import MODELS
 from tests.tier.world import World, small, tier_plan
 
 TIMES = 100 if DEEP else 1
+TIMEOUT = 3.0 if DEEP else 1.0
 MODEL = MODELS["dense"]
 OURS = CacheIdentity(weights="ours")
 CLIENTS = {"s3": "obstore", "redis": "redis"}
@@ -111,14 +112,14 @@ def test_a_disturbed_connection_leads_to_misses_and_never_to_a_wrong_byte(
     proxy = Proxy(port, UNAVAILABLE if store == "s3" else LOADING)
     world, src, dst = World(MODEL, 40), small(MODEL, tp=2), small(MODEL, layout="LBNHC")
     opened = open_store(address(store, proxy.port, timeout=10))
-    with StoreTier(opened, tier_plan(MODEL), OURS, staging=1 << 16, timeout=3.0) as tier:
+    with StoreTier(opened, tier_plan(MODEL), OURS, staging=1 << 16, timeout=TIMEOUT) as tier:
         for turn in range(TIMES):
             proxy.set(fault, share=(1.0, 0.6, 0.3)[turn % 3])
             for act in (lambda: world.store(tier, src), lambda: fetched(world, tier, dst)):
                 begun = time.monotonic()
                 act()
                 # Each rank stores once, or looks up and fetches once.
-                assert time.monotonic() - begun < 2 * 3.0 + LATE
+                assert time.monotonic() - begun < 2 * TIMEOUT + LATE
             assert proxy.disturbed or turn % 3, "every connection is disturbed"
         proxy.set("")
         tier.timeout, end = 60.0, time.monotonic() + 100
