@@ -146,7 +146,11 @@ class Managers:
     """A KVCacheManager, as far as the connector looks into it."""
 
     def __init__(self, groups: int) -> None:
-        one = [SimpleNamespace(num_cached_block={}) for _ in range(groups)]
+        pool = SimpleNamespace()
+        one = [
+            SimpleNamespace(num_cached_block={}, req_to_blocks={}, block_pool=pool)
+            for _ in range(groups)
+        ]
         self.coordinator = SimpleNamespace(single_type_managers=one)
 
     def cached(self, group: int) -> dict[str, int]:

@@ -96,7 +96,8 @@ def test_windows_and_states_are_found_where_a_request_has_ended(
         assert_nothing_held(first)
     with host.engine(model, keeping(path), block_size=128) as other:
         cached = ask(other, prompts[1:], right[1:])
-        assert cached == [LENGTH + 7, 0], "the last token of an answer was never computed"
+        # The last token of an answer was never computed. Windows are also stored every 128 tokens.
+        assert cached == [LENGTH + 7, 128 if name == "gemma3" else 0]
         assert_nothing_held(other)
 
 
@@ -133,7 +134,7 @@ UNIFORM: dict[str, Any] = {"disable_hybrid_kv_cache_manager": True, "enable_pref
 def test_engines_without_the_hybrid_manager_find_no_more_of_a_window_than_a_tier_has(
     host: EngineHost, checkpoints: Path, tmp_path: Path
 ) -> None:
-    """They keep and cache all tokens of all layers; a tier has the windows that requests end with.
+    """They keep and cache all tokens of all layers; a tier has the windows of some positions.
 
     So later prompts, which share fewer tokens, must not find what was never read.
     """
@@ -148,7 +149,7 @@ def test_engines_without_the_hybrid_manager_find_no_more_of_a_window_than_a_tier
         with host.engine(model, connector, block_size=64, **one) as first:
             assert ask(first, prompts[:1], right[:1]) == [0]
         with host.engine(model, connector, block_size=128, **other) as second:
-            assert ask(second, asked, answers)[:2] == [LENGTH + 7, 0]
+            assert ask(second, asked, answers)[:2] == [LENGTH + 7, 128]
 
 
 def test_a_full_tier_and_a_damaged_file_break_no_request(
