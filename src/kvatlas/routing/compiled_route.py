@@ -23,7 +23,7 @@ _MOST_COMPILED = 4096
 
 
 class CompiledRoute:
-    """What a route has compiled so far, by pair of ranks and set of layers."""
+    """A cache of the parts of a route that are compiled, by pair of ranks and set of layers."""
 
     def __init__(self) -> None:
         self._pairs: dict[tuple[object, ...], list[CompiledPair]] = {}
