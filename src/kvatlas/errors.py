@@ -59,6 +59,10 @@ class Code(StrEnum):
         "padding_inside_page",
         "A page with padding must be contiguous, and this layout splits it",
     )
+    FIELDS_APART = (
+        "fields_apart",
+        "The fields of a layer are stored apart, and this operation needs whole pages",
+    )
     BAD_TENSOR = "bad_tensor", "A tensor has the wrong shape, dtype or strides"
     BAD_RANK = "bad_rank", "There is no such rank"
     TP_HEADS = (

@@ -186,4 +186,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_size": 768, "num_heads": 24, "head_dim": 64, "n_groups": 1, "state_size": 128,
         "conv_kernel": 4,
     },
+    "qwen4": config(
+        "Qwen4ExpForCausalLM", 8, GQA, head_dim=64, model_type="qwen4_exp_text",
+        max_position_embeddings=4096,
+        linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=64,
+        linear_value_head_dim=64, linear_conv_kernel_dim=4, indexer_head_dim=128,
+        indexer_compress_ratio=4, indexer_n_heads=4, indexer_kv_heads=1, indexer_budget=512,
+    ),
+    "glm5_next": {
+        "architectures": ["Glm5NextForCausalLM"], "model_type": "glm5_next_text",
+        "dtype": "bfloat16", "num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 8,
+        "kv_lora_rank": 512, "qk_rope_head_dim": 0, "qk_nope_head_dim": 256, "v_head_dim": 256,
+        "q_lora_rank": 128, "index_head_dim": 128, "index_n_heads": 32, "index_topk": 2048,
+        "index_kpool": 16, "linear_head_dim": 128, "linear_num_heads": 64,
+        "linear_conv_kernel_dim": 4,
+    },
+    "step5": {
+        "architectures": ["Step5ForCausalLM"], "model_type": "step5", "dtype": "bfloat16",
+        "num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8,
+        "num_attention_groups": 2, "head_dim": 192, "sliding_window": 128, "max_seq_len": 4096,
+        "sparse_config": {"proxy_dim": 256, "region_block_size": 8},
+    },
 }  # fmt: skip

@@ -14,12 +14,31 @@ from tests.cases import each
         ("8xH100", 8, "H100"), ("8 X h100", 8, "H100"), ("h200", 1, "H200"),
         ("A100", 1, "A100-80GB"), ("2xa100-40gb", 2, "A100-40GB"), ("4 x RTX 4090", 4, "RTX-4090"),
         ("NVIDIA H100", 1, "H100"), ("AMD MI300X", 1, "MI300X"),
-        ("rtx_6000_ada", 1, "RTX-6000-Ada"),
+        ("rtx_6000_ada", 1, "RTX-6000-Ada"), ("GB200", 1, "GB200"), ("H20", 1, "H20"),
+        ("A10G", 1, "A10G"), ("NVIDIA A10G", 1, "A10G"), ("Tesla T4", 1, "T4"),
     ]
 )  # fmt: skip
 def test_gpus_are_found_by_any_spelling(text: str, number: int, name: str) -> None:
-    found, gpu = find_gpus(text)
-    assert (found, gpu.name) == (number, name)
+    found = find_gpus(text)
+    assert (found.number, found.gpu.name) == (number, name)
+
+
+@each(
+    [
+        ("2x8xH100", 16, 8), ("2 x 8 x H100", 16, 8), ("8xH100", 8, 8), ("H100x8", 8, 8),
+        ("H100", 1, 1), ("4x1xB200", 4, 1),
+    ]
+)  # fmt: skip
+def test_gpus_on_several_hosts(text: str, number: int, per_host: int) -> None:
+    found = find_gpus(text)
+    assert (found.number, found.per_host, found.hosts) == (number, per_host, number // per_host)
+
+
+@each([("8x96GB", 96 * 10**9), ("24 GiB", 24 << 30), ("2x80gb", 80 * 10**9)])
+def test_gpus_are_named_by_their_memory(text: str, memory: int) -> None:
+    gpu = find_gpus(text).gpu
+    assert gpu.memory == memory
+    assert find_gpu(gpu.name) == gpu, "fits name their GPU"
 
 
 @each(["H1000", "8xB100", "", "x", "8x", "H100 " * 50, "🎮"])
@@ -37,7 +56,7 @@ def test_a_name_nearly_right_gets_near_names() -> None:
     assert "MI300X" not in refusal.value.hint
 
 
-@each(["0xH100", "999999xH100"])
+@each(["0xH100", "999999xH100", "40x40xH100"])
 def test_a_number_of_gpus_that_nobody_has_is_refused(text: str) -> None:
     with pytest.raises(AtlasError) as refusal:
         find_gpus(text)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("rich")
+
 from kvatlas import AtlasError, Code
 from kvatlas.models import Weights
 from kvatlas.models.config import Config

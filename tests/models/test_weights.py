@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("rich")
+
 from benchmarks.weights import exact_parameters
 
 from kvatlas import AtlasError, Code

@@ -98,6 +98,8 @@ def test_topologies_that_contradict_are_refused() -> None:
         given_topology(2, ep=4)
     assert refusal.value.code is Code.BAD_TOPOLOGY
     assert given_topology(8, pp=2) == Topology(tp=4, pp=2)
+    assert given_topology(8, tp=2) == Topology(tp=2, dp=4)
+    assert given_topology(8, tp=2, pp=2) == Topology(tp=2, pp=2, dp=2)
     assert given_topology(1, tp=4, dp=2).gpus == 8
 
 
@@ -121,3 +123,21 @@ def test_a_loaded_model_has_no_weights() -> None:
     with pytest.raises(AtlasError) as refusal:
         fit(Model.load("Qwen3-8B"), "H100")
     assert refusal.value.code is Code.UNREADABLE
+
+
+def test_the_ranks_of_a_stage_share_a_host() -> None:
+    assert given_topology(16, per_host=8) == Topology(tp=8, pp=2)
+    assert given_topology(16, per_host=8, dp=2) == Topology(tp=8, dp=2)
+    assert given_topology(16, per_host=8, tp=16) == Topology(tp=16), "as the user asks"
+    small, large = fit("Qwen3-8B", "2x8xH100"), fit("Llama-3.1-405B", "2x8xH100")
+    for found in (small, large):
+        assert found.topology.gpus == 16
+        assert found.topology.tp <= 8
+    assert large.topology.pp == 2, "one host has no space for the weights"
+    assert small.users() >= 2 * fit("Qwen3-8B", "8xH100").users()
+
+
+def test_experts_are_distributed_over_replicas_unless_ep_is_given() -> None:
+    assert fit("Qwen3-235B-A22B", "8xH200", dp=2).topology.ep == 8
+    assert fit("Qwen3-235B-A22B", "8xH200", dp=2, ep=1).topology.ep == 1
+    assert fit("Qwen3-8B", "8xH200", dp=2).topology.ep == 1

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import pytest
 
+pytest.importorskip("typer")
+
 from kvatlas.planning import plan
 from tests.cli.helpers import said
 

@@ -55,13 +55,15 @@ def check(made: Plan) -> None:
 
 def stretches(made: Plan, layer: str, part: int, block: int) -> list[tuple[int, int]]:
     """Every run of every field of a layer in one block, as the field's own view has it."""
-    page, placed = made.page(layer, part=part), made.placement(layer, part)
+    page, (region, _) = made.page(layer, part=part), made.region_of(layer, part)
     found = []
     for field in page.fields:
-        starts, lengths = page.view(placed, field.name).runs(B=[block])
-        found += [(s, s + n) for s, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
-    kernel_blocks = placed.size("k") if "k" in placed.axes else 1
-    assert sum(b - a for a, b in found) == page.unpadded * kernel_blocks
+        if not (region.apart and field.padding):
+            starts, lengths = made.view(layer, field.name, part).runs(B=[block])
+            found += [(s, s + n) for s, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
+    kernel_blocks = region.block // region.kernel_block
+    content = region.page_bytes if region.apart else page.unpadded * kernel_blocks
+    assert sum(b - a for a, b in found) == content
     return found
 
 

@@ -99,6 +99,7 @@ def figures(answers: Any) -> str:
     return json.dumps(answers[1] if isinstance(answers[1], str) else answers[1][::6])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("release", list(RELEASES))
 def test_plans_are_those_of_the_release_on_the_chip(release: str) -> None:
     wrong = mistakes(release, cases(release))

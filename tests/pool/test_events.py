@@ -182,11 +182,15 @@ def stored(**changed: Any) -> dict[str, Any]:
 def test_what_is_no_batch_is_refused() -> None:
     good = decode_batch(PACK([1.0, [stored(new_field="of a later version")]]))
     assert good.events == [BlockStored([1, 2], None, [1, 2, 3, 4], 2)]
+    ahead = decode_batch(PACK([1.0, [stored(lookahead_token_ids=[[5], [6]])]]))
+    assert ahead.events[0].lookahead_token_ids == [[5], [6]]  # type: ignore[union-attr]
     sparse = decode_batch(PACK([1, [stored(block_hashes=[b"x"], token_ids=[0] * 8)], 2]))
     assert sparse.data_parallel_rank == 2
     bad: list[Any] = [
         [1.0], {}, [1.0, [], -1], ["now", []], [float("nan"), []], [float("inf"), []], [1.0, [{}]],
         [1.0, [stored(type="BlockStolen")]], [1.0, [stored(token_ids=[1, 2, 3])]],
+        [1.0, [stored(lookahead_token_ids=[[5]])]],
+        [1.0, [stored(lookahead_token_ids=[[-1], [2]])]],
         [1.0, [stored(token_ids=[1, 2])]], [1.0, [stored(block_size=0)]],
         [1.0, [stored(block_size=1 << 60)]], [1.0, [stored(token_ids=[1, 2, 3, -4])]],
         [1.0, [stored(token_ids=[1, 2, 3, 4.5])]], [1.0, [stored(block_hashes="ab")]],

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from kvatlas.geometry import Field, Placement
 from kvatlas.planning import Plan
+from kvatlas.specs import Ring
 
 Tables = dict[int, list[int]]
 """Block ids of a request by group."""
@@ -109,6 +110,8 @@ def states(move: Move, layer: str) -> range:
         return range(1 if stop > start else 0)
     if groups[1].kind == "cross_attention":
         return range(groups[1].source)
+    if isinstance(spec, Ring):  # the group of the last token, complete or not
+        return range(max(start, (stop - 1) // spec.group * spec.group), stop)
     for group in groups:
         if group.kind in _WINDOWS and group.window is not None:
             start = max(start, stop - (group.window - 1))
@@ -125,6 +128,9 @@ def place_of(plan: Plan, layer: str, part: int, state: Any, stop: int) -> tuple[
     """
     region, index = plan.region_of(layer, part)
     group = plan.groups[region.group]
+    spec = region.layers[index].spec
+    if isinstance(spec, Ring):
+        return state * 0 - 1, state * 0, state % spec.rows
     if group.kind == "recurrent":
         return state * 0 - 1, state * 0 + (stop - 1) // group.block, state * 0
     each = region.layers[index].spec.tokens_per_state or 1
@@ -192,6 +198,7 @@ def moving_padding(move: Move, layer: str) -> set[str]:
     ends = []
     for plan in (move.source, move.destination):
         fields = [field for field in plan.page(layer).fields if field.padding]
+        fields = [] if plan.region_of(layer)[0].apart else fields  # a plan of fields has no padding
         ends.append({(field.name, *sorted(_global_sizes(field).items())) for field in fields})
     return {str(name) for name, *_ in ends[0] & ends[1]}
 
@@ -242,32 +249,35 @@ def _fields(
 
     The padding named in `also` counts as a field.
     """
-    page, placement = plan.page(layer, tp_rank, part), _placement(plan, layer, part)
+    page = plan.page(layer, tp_rank, part)
     region, _ = plan.region_of(layer, part)
     pool = plan.groups[region.group].pool
     for field in page.fields:
         if field.padding and field.name not in also:
             continue
-        view = page.view(placement, field.name)
+        view = _view(plan, layer, field.name, part)
         first = dict.fromkeys(view.axes, 0)
         at: dict[str, Any] = {"B": blocks}
-        if any(axis.name == "N" for axis in field.axes):
-            at["N"] = within % page.states
+        if "N" in view.axes:
+            at["N"] = within % view.size("N")
         if "k" in view.axes:
-            at["k"] = within // page.states
+            at["k"] = within // (view.size("N") if "N" in view.axes else page.states)
         # Where each state begins, and how far on from there the coordinates of each axis are.
         other = [axis for axis in field.axes if axis.name != "N"]
         address = np.asarray(view(**{**first, **at}))
         local: dict[str, Any] = {}
-        for place, axis in enumerate(other):
-            shape = tuple(-1 if n == place else 1 for n in range(len(other)))
-            local[axis.name] = np.arange(axis.size).reshape(shape)
-            if axis.name in view.axes:
-                steps = view(**{**first, axis.name: np.arange(axis.size)}) - view(**first)
+        sizes = [(axis.name, axis.size) for axis in other]
+        if region.apart:  # tiles are those of the placement, not those of the page
+            sizes = [(a, view.size(a)) for a in view.axes if a not in "BkN"]
+        for place, (name, size) in enumerate(sizes):
+            shape = tuple(-1 if n == place else 1 for n in range(len(sizes)))
+            local[name] = np.arange(size).reshape(shape)
+            if name in view.axes:
+                steps = view(**{**first, name: np.arange(size)}) - view(**first)
                 address = address[..., None] + steps
             else:
-                address = np.repeat(address[..., None], axis.size, axis=-1)
-        number = states.reshape(-1, *(1 for _ in other))
+                address = np.repeat(address[..., None], size, axis=-1)
+        number = states.reshape(-1, *(1 for _ in sizes))
         rows = _rows(field)
         for name, size in _global_sizes(field).items():
             if name == "C" and "c" in local:
@@ -280,9 +290,9 @@ def _fields(
 
 
 @lru_cache(maxsize=1024)
-def _placement(plan: Plan, layer: str, part: int) -> Placement:
+def _view(plan: Plan, layer: str, field: str, part: int) -> Placement:
     """The same on every rank of a stage."""
-    return plan.placement(layer, part)
+    return plan.view(layer, field, part)
 
 
 def _rows(field: Field) -> Ints:
@@ -398,6 +408,9 @@ def own_blocks(move: Move, rank: int) -> dict[int, NDArray[np.bool_]]:
         ]
         each = region.layers[slot].spec.tokens_per_state
         inside = np.arange(region.block // each if each else 1)
+        spec = region.layers[slot].spec
+        if isinstance(spec, Ring):
+            inside = np.arange(spec.rows)
         blocks = np.repeat(np.array(move.destination_blocks[region.group])[used], len(inside))
         within = np.tile(inside, len(used))
         if region.stage == stage and len(blocks):

@@ -29,6 +29,7 @@ from kvatlas.specs import (
     LightningAttention,
     Mamba1,
     Mamba2,
+    Ring,
     Rwkv7,
     ShortConv,
     SinkAttention,
@@ -107,6 +108,21 @@ def latent(draw: st.DrawFn, kind: type[Spec]) -> Caches:
 
 
 @st.composite
+def ring(draw: st.DrawFn) -> Caches:
+    """One layer's caches: attention, an indexer that compresses groups, and the open group."""
+    group = draw(one_of(4, 2, 8))
+    size: dict[str, Any] = {"group": group, "rows": group, "width": draw(one_of(4, 6))}
+    size |= {"dtype": draw(st.sampled_from(PLAIN)), "parts": draw(one_of(1, 2))}
+    keys = Indexer(head_dim=32, cache=draw(one_of("bf16", "fp8", "e4m3")), compress=group)
+    attends = FullAttention(heads=draw(one_of(1, 2, 4)), head_dim=draw(one_of(4, 8)))
+    return {
+        "ring": Ring(positions=draw(one_of(0, 0, 3)), **size),
+        "indexer": keys,
+        "attn": draw(one_of(attends, LatentAttention(latent=16, rope=draw(one_of(0, 4))))),
+    }
+
+
+@st.composite
 def recurrent(draw: st.DrawFn, kind: type[Spec]) -> Caches:
     conv: dict[str, Any] = {
         "kernel": draw(one_of(4, 2)),
@@ -137,7 +153,7 @@ ATTENTION: tuple[type[Spec], ...] = (
     FullAttention, SlidingAttention, ChunkedAttention, SinkAttention, CrossAttention,
 )  # fmt: skip
 LATENT: tuple[type[Spec], ...] = (
-    LatentAttention, SlidingLatentAttention, Indexer, CompressorState,
+    LatentAttention, SlidingLatentAttention, Indexer, CompressorState, Ring,
 )  # fmt: skip
 RECURRENT: tuple[type[Spec], ...] = (
     Mamba1, Mamba2, GatedDeltaNet, KimiDelta, LightningAttention, ShortConv, Rwkv7,
@@ -151,6 +167,8 @@ thin = st.builds(FullAttention, heads=one_of(1, 2), head_dim=one_of(2, 4))
 def caches_of(kind: type[Spec]) -> st.SearchStrategy[Caches]:
     if kind in RECURRENT:
         return recurrent(kind)
+    if kind is Ring:
+        return ring()
     return latent(kind) if kind in LATENT else attention(kind)
 
 
@@ -203,12 +221,15 @@ def packed(draw: st.DrawFn, model: Model) -> Model:
         one_of(None, None, "cells", "head_groups", "planes", "tiled_planes", "transposed")
     )
     scales = draw(one_of(None, None, "inline", "planes", "state_planes", "head_planes"))
+    more = draw(one_of(0, 0, 1, 4, 5, 13))
 
     @cache
     def pack(spec: Spec) -> Spec:
         tries: list[dict[str, Any]] = []
         if isinstance(spec, Attention):
             tries = [{"packing": packing, "scales": scales}, {"packing": packing}]
+        elif isinstance(spec, Ring):  # an engine that decodes several tokens at once
+            tries = [{"rows": spec.group + more}]
         elif hasattr(spec, "align"):
             tries = [{"align": align or (None if isinstance(spec, LatentAttention) else 1)}]
         elif hasattr(spec, "conv_order"):
@@ -265,6 +286,7 @@ def planned(draw: st.DrawFn, model: Model, max_len: int, *, shared: bool = False
         LatentAttention,
         Indexer,
         CrossAttention,
+        Ring,
     }:
         ask["dcp"] = draw(st.sampled_from([d for d in (2, 4, 3, 1) if tp % d == 0]))
     caches = {getattr(layer.spec, "cache", None) for layer in model.layers}

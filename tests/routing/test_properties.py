@@ -20,6 +20,7 @@ from kvatlas.specs import (
     GatedDeltaNet,
     Indexer,
     LatentAttention,
+    Ring,
     SlidingAttention,
     Spec,
 )
@@ -62,6 +63,8 @@ TRAITS: dict[str, type[Spec]] = {
     "part of a prompt": LatentAttention,
     "some layers": Indexer,
     "cut states": GatedDeltaNet,
+    "unlike rings": Ring,
+    "rows around the end of a ring": Ring,
 }
 """What makes a transfer hard, and a kind of layer among whose examples it must be found."""
 
@@ -74,6 +77,11 @@ def test_what_is_drawn_has_every_trait(trait: str) -> None:
 def traits(move: Move) -> list[str]:
     both = (move.source, move.destination)
     specs = [{n: r.layers[s].spec for n in p.layers for r, s in [p.region_of(n)]} for p in both]
+    rings = [
+        (one, two)
+        for one, two in zip(specs[0].values(), map(specs[1].get, specs[0]), strict=True)
+        if isinstance(one, Ring) and isinstance(two, Ring)
+    ]
     found = {
         "something moves": any(oracle.states(move, name) for name in move.destination.layers),
         "unlike tp": move.source.tp != move.destination.tp,
@@ -86,6 +94,13 @@ def traits(move: Move) -> list[str]:
         "part of a prompt": move.tokens[0] > 0,
         "some layers": move.layers is not None,
         "cut states": any(r.splits > 1 for p in both for r in p.regions),
+        "unlike rings": bool(rings) and any(one.rows != two.rows for one, two in rings),
+        "rows around the end of a ring": any(
+            last // ring.rows > first // ring.rows
+            for ends in rings
+            for ring in ends
+            for first, last in [(move.tokens[1] // ring.group * ring.group, move.tokens[1] - 1)]
+        ),
         "kernel blocks": any(r.kernel_block != r.block for p in both for r in p.regions),
     }
     return [trait for trait, held in found.items() if held]

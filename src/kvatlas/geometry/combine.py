@@ -57,10 +57,10 @@ def append(first: Placement, second: Placement, *, axis: str) -> Placement:
 
 
 def tile_alike(source: Placement, destination: Placement) -> tuple[Placement, Placement]:
-    """If only one of two placements is tiled, split axis C of the other into tiles of this size.
+    """Return both placements with equal tiles: if only one is tiled, the other one is split.
 
-    A tiled placement has an axis C, which counts tiles, and an axis c inside a tile. Both
-    placements are returned.
+    A tiled placement has an axis C, which counts tiles, and an axis c inside a tile. If both are
+    tiled and one tile is a multiple of the other, an axis d counts the small tiles of a large one.
 
     >>> row, tiles = Placement.packed([("C", 8)]), Placement.packed([("C", 2), ("c", 4)])
     >>> tile_alike(row, tiles) == tile_alike(tiles, row) == (tiles, tiles)
@@ -70,15 +70,23 @@ def tile_alike(source: Placement, destination: Placement) -> tuple[Placement, Pl
         return source, destination.split("C", into=("C", "c"), inner=source.size("c"))
     if "c" in destination.axes and "c" not in source.axes:
         return source.split("C", into=("C", "c"), inner=destination.size("c")), destination
+    if "c" in source.axes and source.size("c") > destination.size("c"):
+        finer, coarser = tile_alike(destination, source)
+        return coarser, finer
+    if "c" in source.axes and source.size("c") < destination.size("c"):
+        small, large = source.size("c"), destination.size("c")
+        if large % small == 0:
+            tiles = destination.split("c", into=("d", "c"), inner=small)
+            return source.split("C", into=("C", "d"), inner=large // small), tiles
     return source, destination
 
 
 def fold_beside(*ends: Placement, axis: str) -> tuple[Placement, ...]:
-    """Fold axes that are contiguous in both source and destination, but not `axis`.
+    """Fold all axes except `axis` that are contiguous in both source and destination.
 
     `ends` are the placements of source and destination. Since `axis` remains, the copy can select
-    coordinates of it. The two ends may have different sizes along `axis`, so that blocks can be
-    copied between pools of different sizes.
+    coordinates of it. Source and destination may have different sizes along `axis`, so that blocks
+    can be copied between pools of different sizes.
 
     >>> a = Placement.packed([("B", 9), ("N", 4), ("C", 8)])
     >>> b = Placement.packed([("B", 5), ("N", 4), ("C", 8)], strides={"B": 64})

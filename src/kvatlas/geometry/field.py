@@ -125,7 +125,10 @@ class Sharding:
 
     @classmethod
     def whole(cls) -> Sharding:
-        """Neither divide nor replicate the field. Such a field can be used only with tp 1."""
+        """Return the rule for a field that can be used only with tp 1.
+
+        Such a field can be neither divided nor replicated.
+        """
         return cls(None, whole_only=True)
 
     def ranges(self, tp: int, rank: int) -> tuple[ShardRange, ...]:
@@ -315,7 +318,7 @@ class Field:
     def last_content_byte(self) -> int:
         """Offset of the field's last byte along C, from the start of the cell.
 
-        It exceeds the cell if the field is flat, that is, extends past its cell.
+        This offset is outside the cell if the field is flat, that is, if it extends past its cell.
         """
         walked = sum((axis.size - 1) * axis.step for axis in self.axes if axis.along == "C")
         return self.offset + walked + self.dtype.item - 1

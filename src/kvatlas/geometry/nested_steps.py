@@ -14,7 +14,7 @@ from kvatlas.geometry.address_arrays import Int64s, outer_sum
 
 
 class Steps(NamedTuple):
-    """One axis of `times` offsets.
+    """One axis of a regular grid of offsets: `times` offsets at a constant distance.
 
     Consecutive offsets are `source` bytes apart in the source, and `destination` bytes apart in
     the destination.
@@ -74,7 +74,10 @@ class NestedSteps(NamedTuple):
 
 
 def _innermost(source: Int64s, destination: Int64s) -> Steps | None:
-    """Return the innermost steps that repeat throughout all offsets; None if there are none."""
+    """Divide offsets into series of the same length and spacing; return the steps of one series.
+
+    Returns None if the offsets cannot be divided in this way.
+    """
     if len(source) < 2:
         return None
     by_source, by_destination = np.diff(source), np.diff(destination)

@@ -134,9 +134,10 @@ def in_planes(
 
 
 def _packed_axes(memory: Sizes, step: int, order: Sequence[str]) -> tuple[FieldAxis, ...]:
-    """Return axes along C, listed in `order` and densely packed in the order of `memory`.
+    """Return the field axes of a dense array of bytes, listed in `order`.
 
-    `step` is the step in bytes of the innermost axis.
+    `memory` lists the sizes of the axes in memory order. The returned axes count bytes along the
+    page axis C. The innermost one has a step of `step` bytes.
     """
     packed = {}
     for axis, size in reversed(memory):

@@ -117,7 +117,7 @@ class Page:
         page_stride: int | None = None,
         block_stride: int | None = None,
     ) -> Placement:
-        """Return the placement of `blocks` blocks with `pages` such pages in each.
+        """Return the placement of a pool of `blocks` blocks, each with `pages` pages like this one.
 
         The axes of the placement are L, B, H, N and C. Padding follows each page, so a padded
         page must be contiguous.
@@ -145,7 +145,7 @@ class Page:
     def pool_strides(
         self, layout: Layout, *, pages: int, blocks: int, block_stride: int | None = None
     ) -> tuple[int, int]:
-        """Return (page stride, block stride) in bytes of a pool of such pages.
+        """Return (page stride, block stride) in bytes of a pool with pages like this one.
 
         A placement drops the stride of an axis of size 1. Engines that reserve space for more
         pages or blocks need that stride, so this method returns it even for one page or block.

@@ -17,7 +17,7 @@ from kvatlas.geometry.page import Page
 
 
 class PoolPosition(NamedTuple):
-    """Position of equal pages in a pool: offset, page stride and block stride, in bytes.
+    """Position of the pages of one kind in a pool: offset, page stride, block stride, in bytes.
 
     >>> shared_pages(Layout("LBHNC"), 4096, blocks=10, width=8192)
     PoolPosition(offset=0, page_stride=40960, block_stride=4096)
@@ -48,7 +48,9 @@ class PageSet(NamedTuple):
 def side_by_side(
     sets: Sequence[PageSet], layout: Layout, *, blocks: int, width: int, split: int = 1
 ) -> list[PoolPosition]:
-    """Return the position of each set of pages; sets follow each other in blocks of `width` bytes.
+    """Return the position of each set of pages, in a pool with blocks of `width` bytes.
+
+    In layouts that start with B, the sets follow each other in every block.
 
     If `split` is not 1, the pages are those of kernel blocks: a block consists of `split`
     kernel blocks, and each kernel block contains all sets. Blocks and kernel blocks then both
@@ -86,9 +88,10 @@ def _pool_strides(
 
 
 def shared_pages(layout: Layout, page_bytes: int, *, blocks: int, width: int) -> PoolPosition:
-    """Return the position of the page slots that layers of several kinds share.
+    """Return the position of page slots that layers of several kinds share.
 
-    A slot has `page_bytes` bytes. A block has `width` bytes in total.
+    A slot has `page_bytes` bytes and holds a page of any of these layers. A block has `width`
+    bytes.
     """
     if layout.block_outermost:
         return PoolPosition(0, page_bytes, width)
@@ -105,10 +108,10 @@ def pack_positions(
     blocks: int,
     width: int,
 ) -> list[tuple[int, PoolPosition]]:
-    """Return (number of pages, position) of each region that holds some of `count` small pages.
+    """Return (number of pages, position) of each region needed for `count` small pages.
 
-    A page slot that layers of several kinds share holds `pack` of these pages; `shared` is the
-    position of the slots. In layouts that start with B, all pages are in one region, along
+    The pages are stored in larger page slots, `pack` in each; `shared` is the position of the
+    slots. In layouts that start with B, all pages are in one region, along
     axis L. In other layouts, each slot is a separate region with up to `pack` pages per block.
     """
     if layout.block_outermost:

@@ -276,10 +276,10 @@ class Placement(Affine):
     ) -> NDArray[np.uint64]:
         """Return transport descriptors: rows of (address, length, device).
 
-        By default there is one row per run, in address order. With axes in `over`, the rows
-        are grouped by the coordinates of these axes, and the first axis varies slowest. In a group
-        they are in address order. `ids` selects coordinates of an axis and groups by it too;
-        an axis that is only in `ids` comes after those in `over`.
+        By default there is one row per run, in address order. With axes in `over`, the rows are
+        grouped by the coordinates of these axes, and the first axis varies slowest. Within a group,
+        rows are in address order. `ids` selects coordinates of axes. Rows are also grouped by these
+        axes; axes that are only in `ids` vary faster than those in `over`.
 
         >>> p = Placement.packed([("L", 2), ("B", 100), ("C", 8)])
         >>> p.descriptors("L", B=[70, 3], base=1000).tolist()
@@ -334,7 +334,7 @@ class Placement(Affine):
         return steps, self._pick([i for i in range(len(self.axes)) if i not in walked])
 
     def _pick(self, places: Sequence[int], further: int = 0) -> Placement:
-        """Return a placement of only the axes at `places`, shifted by `further` bytes."""
+        """Return a placement with only the axes at indices `places`, shifted by `further` bytes."""
         return Placement(
             tuple(self.axes[place] for place in places),
             tuple(self.sizes[place] for place in places),

@@ -106,7 +106,7 @@ def find_difference(
 def coalesce(
     names: Sequence[str], sizes: Sequence[int], strides: Sequence[Sequence[int]], item: int
 ) -> Folded:
-    """Fold axes that are contiguous in both source and destination into one axis or the item.
+    """Fold axes into one axis, or into the item, if they are contiguous in source and destination.
 
     `strides` contains one list of byte strides for each placement: source and destination of a
     copy, or a single placement.

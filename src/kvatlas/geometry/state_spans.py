@@ -2,15 +2,16 @@
 
 A state is what a layer caches for one token, or for several tokens if it compresses them. The
 states of a request fill kernel blocks, and a block of the block table consists of one or more
-kernel blocks. Within a kernel block, states have a constant stride. The two ends of a copy, source
-and destination, may have kernel blocks of different sizes, or hold only every n-th state (context
-parallelism). Four types describe the states in terms of blocks, without addresses:
+kernel blocks. Within a kernel block, states have a constant stride. The two ends of a copy are
+its source and its destination. They may have kernel blocks of different sizes, or hold only every
+n-th state (context parallelism). Four types describe the states in terms of blocks, without
+addresses:
 
-- `StateBlocks`: how one end divides a request's states over its blocks;
+- `StateBlocks`: how the source or the destination divides a request's states over its blocks;
 - `CommonStates`: the states that both ends hold, computed arithmetically without arrays;
-- `SpanStarts`: where spans of states start at one end, as arrays;
-- `StateSpans`: the longest spans of states that are consecutive within one kernel block at
-  both ends, computed with numpy.
+- `SpanStarts`: where spans of states start in the source or the destination, as arrays;
+- `StateSpans`: the longest spans of states that are consecutive within one kernel block,
+  both in the source and in the destination; computed with numpy.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from kvatlas.geometry.integers import ceil_div
 
 
 class StateBlocks(NamedTuple):
-    """The division of a request's states over blocks at one end of a copy.
+    """The division of a request's states over the blocks of the source or the destination.
 
-    A kernel block has `states` states, and a block has `split` kernel blocks. The end holds
-    every `every`-th state of the request, starting with state `residue`.
+    A kernel block has `states` states, and a block has `split` kernel blocks. The source or the
+    destination holds every `every`-th state of the request, starting with state `residue`. If
+    `ring` is true, all states share the first block, and later states overwrite earlier ones.
 
     >>> StateBlocks(16, every=2).overlaps(StateBlocks(16, every=4, residue=2))
     True
@@ -41,6 +43,7 @@ class StateBlocks(NamedTuple):
     split: int = 1
     every: int = 1
     residue: int = 0
+    ring: bool = False
 
     def overlaps(self, other: StateBlocks) -> bool:
         """Return whether any state of the request is stored both here and in `other`."""
@@ -60,7 +63,12 @@ class StateBlocks(NamedTuple):
         """Return the position of each state: table entry, kernel block, index in the kernel block.
 
         `local` contains the indices of the states among the states that this end stores.
+
+        >>> StateBlocks(12, ring=True).locate(np.array([8, 12, 29]))
+        SpanStarts(entry=array([0, 0, 0]), kernel=array([0, 0, 0]), state=array([8, 0, 5]))
         """
+        if self.ring:
+            local = local % (self.states * self.split)
         block, state = np.divmod(local, self.states)
         if self.split == 1:
             return SpanStarts(block, np.zeros_like(block), state)
@@ -69,7 +77,7 @@ class StateBlocks(NamedTuple):
 
 
 class SpanStarts(NamedTuple):
-    """Positions of the first states of spans at one end of a copy.
+    """Positions of the first states of spans, in the source or the destination of a copy.
 
     A position is a block table entry, a kernel block of that block, and a state of that kernel
     block.
@@ -84,7 +92,7 @@ class SpanStarts(NamedTuple):
 
 
 class StateSpans(NamedTuple):
-    """Spans of states: their starts at both ends and their lengths in states.
+    """Spans of states: their starts in source and destination, and their lengths in states.
 
     >>> spans = StateSpans.between(8, 40, StateBlocks(16), StateBlocks(32))
     >>> spans.length, spans.source.entry, spans.destination.entry, spans.destination.state
@@ -104,10 +112,11 @@ class StateSpans(NamedTuple):
 
 
 class CommonStates(NamedTuple):
-    """The states of a request that both ends of a copy hold, numbered from 0.
+    """The states of a request that both the source and the destination of a copy hold.
 
-    The source (end 0) and the destination (end 1) each number the states that they hold from 0.
-    Common state n is state `local[end] + n * steps[end]` of that end.
+    The source (end 0) numbers its states from 0, and so does the destination (end 1). Common state
+    n is state `local[0] + n * steps[0]` of the source and `local[1] + n * steps[1]` of the
+    destination.
 
     >>> common = CommonStates.between(8, 40, StateBlocks(16), StateBlocks(32))
     >>> common.total, common.last_entry(0), common.entries(1)
@@ -139,42 +148,51 @@ class CommonStates(NamedTuple):
 
     @property
     def side_by_side(self) -> bool:
-        """Whether consecutive common states are consecutive at both ends."""
+        """Whether consecutive common states are consecutive in both source and destination."""
         return self.steps == (1, 1)
 
     def last_entry(self, end: int) -> int:
-        """Return the index of the last block table entry that an end needs.
+        """Return the index of the last needed entry of a block table.
 
-        `end` is 0 for the source and 1 for the destination. `total` must not be 0.
+        `end` selects the table: it is 0 for the source and 1 for the destination. `total` must not
+        be 0.
         """
+        if self.ends[end].ring:
+            return 0
         return self._last(end) // self._entry_states(end)
 
     def entries(self, end: int) -> Int64s:
-        """Return the indices of all block table entries that an end needs, ascending.
+        """Return the indices of all needed entries of a block table, ascending.
 
-        `end` is 0 for the source and 1 for the destination.
+        `end` selects the table: it is 0 for the source and 1 for the destination.
         """
+        if self.ends[end].ring:
+            return np.zeros(1, np.int64)
         each = self._entry_states(end)
         if self.steps[end] <= each:
             return np.arange(self.local[end] // each, self._last(end) // each + 1)
         return (self.local[end] + np.arange(self.total) * self.steps[end]) // each
 
     def entry_slice(self, end: int) -> slice | Int64s:
-        """Return the result of `entries` as a slice if it is consecutive, otherwise as an array."""
+        """Return the indices of `entries` as a slice if they are consecutive, else as an array."""
         each = self._entry_states(end)
+        if self.ends[end].ring:
+            return slice(0, 1)
         if self.steps[end] <= each:
             return slice(self.local[end] // each, self._last(end) // each + 1)
         return self.entries(end)
 
     def numbers_in(self, end: int, entry: int) -> range:
-        """Return the indices of the common states in block table entry `entry` of an end.
+        """Return the indices of the common states in entry `entry` of a block table.
 
-        `end` is 0 for the source and 1 for the destination.
+        `end` selects the table: it is 0 for the source and 1 for the destination.
 
         >>> common = CommonStates.between(8, 40, StateBlocks(16), StateBlocks(32))
         >>> [common.numbers_in(0, entry) for entry in (0, 1, 2, 3)]
         [range(0, 8), range(8, 24), range(24, 32), range(32, 32)]
         """
+        if self.ends[end].ring:
+            return range(self.total if entry == 0 else 0)
         each = self._entry_states(end)
         edges = (each * entry - self.local[end], each * (entry + 1) - self.local[end])
         first, stop = (min(self.total, ceil_div(max(0, at), self.steps[end])) for at in edges)
@@ -208,8 +226,8 @@ class CommonStates(NamedTuple):
 def _block_starts(ends: list[tuple[int, int]], count: int) -> Int64s:
     """Return where to cut states 0 .. count - 1 so that no span crosses a kernel block boundary.
 
-    The result lists the first state of each span, ascending. `ends` contains, for each end,
-    (states per kernel block, position of state 0 among the states that the end holds).
+    The result lists the first state of each span, ascending. `ends` contains a tuple for
+    the source and one for the destination: (states per kernel block, number of state 0 there).
     """
     (small, first), (large, second) = sorted((size, -at % size) for size, at in ends)
     starts = np.arange(first, count, small)

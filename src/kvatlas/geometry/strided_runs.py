@@ -3,13 +3,14 @@
 A run is a contiguous range of bytes. A copy between two caches repeats the same runs in every
 block, kernel block and state. `StridedRuns` describes such a family of runs as one value. It
 holds, for the source and the destination, the strides of blocks, kernel blocks and states, the
-strides of the remaining axes, and an item that is contiguous at both ends. It is separate from
+strides of the remaining axes, and an item that is contiguous in both. It is separate from
 `Placement` because the coordinates of blocks, kernel blocks and states are known only once a
 request arrives. All other axes are folded in advance.
 
-- `StridedRuns.between` returns the runs of one field, given its placement at both ends;
-- `merge_runs` joins families that are adjacent at both ends, such as K and V, or
-  neighbouring layers;
+- `StridedRuns.between` returns the runs of one field, given its source placement and its
+  destination placement;
+- `merge_runs` joins families that are adjacent in both source and destination, such as K and V,
+  or neighbouring layers;
 - `fold_states` also folds the states, for blocks that are copied whole;
 - `StridedRuns.byte_ranges` applies the block ids and states of a request.
 """
@@ -35,7 +36,7 @@ Ends = tuple[int, int]
 
 
 class StridedRuns(NamedTuple):
-    """Runs with constant strides along blocks, kernel blocks and states at both ends of a copy.
+    """Runs of a copy that have constant strides along blocks, kernel blocks and states.
 
     >>> k = Placement.packed([("B", 9), ("H", 4), ("N", 16), ("C", 8)])
     >>> StridedRuns.between(k, k.shift(64))  # doctest: +NORMALIZE_WHITESPACE
@@ -66,8 +67,8 @@ class StridedRuns(NamedTuple):
             or source.item != destination.item
             or any(source.size(a) != destination.size(a) for a in inner)
         ):
-            problem = "The two ends of a copy must have equal axes, sizes and item sizes"
-            hint = "Narrow and split both ends to the part that they share"
+            problem = "Source and destination of a copy must have equal axes, sizes and item sizes"
+            hint = "Narrow and split both placements to the part that they share"
             raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=(source, destination), hint=hint)
         ends = (source, destination)
         sizes = [source.size(axis) for axis in inner]
@@ -88,7 +89,7 @@ class StridedRuns(NamedTuple):
         return self if item == self.item else self._replace(item=item).folded()
 
     def folded(self) -> StridedRuns:
-        """Fold axes that are contiguous at both ends into one axis, or into the item."""
+        """Fold axes that are contiguous in both source and destination; the item may grow."""
         if not self.sizes:
             return self
         fold = coalesce([""] * len(self.sizes), self.sizes, self.strides, self.item)
@@ -98,7 +99,7 @@ class StridedRuns(NamedTuple):
 
     @property
     def gapless(self) -> bool:
-        """Whether consecutive states of a kernel block are adjacent in memory at both ends."""
+        """Whether consecutive states of a kernel block are adjacent in source and destination."""
         return self.state_strides == (self.item, self.item)
 
     def item_offsets(self, end: int) -> Int64s:
@@ -112,12 +113,12 @@ class StridedRuns(NamedTuple):
     def byte_ranges(
         self, spans: StateSpans, ids: tuple[Int64s, Int64s], *, whole: bool, join: bool = True
     ) -> tuple[Int64s, Int64s, Int64s]:
-        """Return (source starts, destination starts, lengths) in bytes of spans of states.
+        """Return (source starts, destination starts, lengths) of runs of states, in bytes.
 
-        Add `item_offsets` to the starts to get offsets in the pool. `ids` are the block ids of
-        each span, for source and destination. If `join` is true, ranges that are adjacent at
-        both ends are joined. `whole` is true if the states of a kernel block are already folded
-        into the item.
+        Add `item_offsets` to the starts to get offsets in the pool. `ids` are the block ids of each
+        span, for source and destination. If `join` is true, ranges that are adjacent in both source
+        and destination are joined. `whole` is true if the states of a kernel block are already
+        folded into the item.
         """
         source, destination = (
             self._starts(0, spans.source, ids[0]),
@@ -153,7 +154,7 @@ class StridedRuns(NamedTuple):
 
 
 def merge_runs(families: Iterable[StridedRuns]) -> list[StridedRuns]:
-    """Merge families of runs that are adjacent at both ends of a copy.
+    """Merge families of runs that are adjacent in both source and destination.
 
     >>> cell = Placement.packed([("B", 9), ("N", 4), ("C", 16)])
     >>> k, v = cell.narrow("C", 0, 8), cell.narrow("C", 8, 8)
@@ -194,7 +195,10 @@ def fold_states(families: Iterable[StridedRuns], states: int) -> list[StridedRun
 
 
 def _joined(families: Sequence[StridedRuns]) -> list[StridedRuns]:
-    """Join adjacent families. All given families are equal except for offset and item size."""
+    """Join families of runs that are adjacent in both source and destination.
+
+    The families may differ only in their offsets and item sizes.
+    """
     kept: list[StridedRuns] = []
     first, *others = sorted(families, key=lambda runs: runs.offsets[1])
     item = first.item

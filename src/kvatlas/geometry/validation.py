@@ -1,10 +1,10 @@
 """Validation of the parts of a buffer: bounds, overlap, alignment and holes.
 
 Pages and plans are validated when they are constructed and again when they are read from a
-peer or a file, so validation must be exact, and fast for pools of a million pages. An axis
-that all parts share, such as the blocks of a pool, is checked for one step only, if all
-parts fit into one step. Holes need no search: parts that do not overlap and are in bounds
-cover the buffer exactly if their bytes add up to its size.
+peer or a file, so validation must be exact, and fast for pools of a million pages. If all parts
+share an axis, such as the blocks of a pool, and fit into one step of this axis, only one step is
+checked. Holes need no search: parts that do not overlap and are in bounds cover the buffer
+exactly if their bytes add up to its size.
 """
 
 from __future__ import annotations
@@ -94,7 +94,10 @@ def _refuse_shared_bytes(parts: Mapping[str, Placement]) -> None:
 
 
 def _neighbours(parts: Mapping[str, Placement]) -> list[list[str]]:
-    """Return groups of parts whose extents overlap; only parts of one group can share a byte."""
+    """Divide parts into groups, so that only parts of the same group can share a byte.
+
+    Groups of one part are omitted.
+    """
     clusters: list[list[str]] = []
     reach = 0
     for name in sorted(parts, key=lambda name: parts[name].offset):
@@ -106,7 +109,11 @@ def _neighbours(parts: Mapping[str, Placement]) -> list[list[str]]:
 
 
 def _one_step(parts: list[Placement]) -> list[Placement]:
-    """Drop outer axes that all parts share, while all parts fit into one step along the axis."""
+    """Remove the outer axes that all parts share, such as the blocks of a pool.
+
+    An axis is removed only if all parts fit into one step along it. If the parts of one step are
+    valid, those of every step are.
+    """
     parts = [part.folded() for part in parts]
     while parts and all(part.axes for part in parts):
         outer = {(part.sizes[0], part.strides[0]) for part in parts}
@@ -138,10 +145,10 @@ def _first_hole(parts: Mapping[str, Placement]) -> str:
 
 
 def keeps_to_its_blocks(placement: Placement, cell: int, blocks: int) -> bool:
-    """Return whether each block uses only its own slots of the buffer.
+    """Return whether every block of a placement uses only its own part of the buffer.
 
     The buffer is divided into slots of `cell` bytes, and slot i belongs to block i % blocks.
-    If the result is true for all groups that overlay each other in a pool, they can hold
+    If the result is true for all groups that overlay each other in a pool, these groups can hold
     different blocks at the same time.
 
     >>> rows = Placement.packed([("L", 2), ("B", 4)], item=64)

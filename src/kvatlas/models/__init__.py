@@ -11,7 +11,7 @@ returns the GPU memory that remains for caches after the weights are loaded.
 
 from kvatlas.models.cache_identity import CacheIdentity, config_identity
 from kvatlas.models.checkpoint_identity import weights_identity
-from kvatlas.models.gpus import GPUS, OVERHEAD, Gpu, find_gpu, find_gpus, memory_for_cache
+from kvatlas.models.gpus import GPUS, OVERHEAD, Gpu, Gpus, find_gpu, find_gpus, memory_for_cache
 from kvatlas.models.known_models import catalogue
 from kvatlas.models.layer import Layer
 from kvatlas.models.model import Model
@@ -22,6 +22,7 @@ __all__ = [
     "OVERHEAD",
     "CacheIdentity",
     "Gpu",
+    "Gpus",
     "Layer",
     "Model",
     "Weights",

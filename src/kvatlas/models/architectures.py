@@ -14,7 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.models import dense, hybrids, latent, mamba
+from kvatlas.models import dense, hybrids, latent, mamba, ring_readers
 from kvatlas.models.config import QUERY_HEADS, Config
 from kvatlas.models.decoder import Decoder
 from kvatlas.models.layer import Layer
@@ -130,7 +130,9 @@ _FAMILIES: tuple[Family, ...] = (
     Family(latent.compressed, "DeepseekV4ForCausalLM deepseek_v4"),
     Family(hybrids.delta_net, "Qwen3NextForCausalLM qwen3_next"),
     Family(hybrids.olmo_delta_net, "OlmoHybridForCausalLM olmo_hybrid"),
-    Family(hybrids.indexed_delta_net, "Qwen4ExpForCausalLM qwen4_exp_text"),
+    Family(ring_readers.qwen4, "Qwen4ExpForCausalLM qwen4_exp_text"),
+    Family(ring_readers.glm5_next, "Glm5NextForCausalLM glm5_next_text"),
+    Family(ring_readers.step5, "Step5ForCausalLM step5"),
     Family(
         hybrids.bailing_delta,
         "BailingHybridForCausalLM BailingMoeV3ForCausalLM bailing_hybrid",

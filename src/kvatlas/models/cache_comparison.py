@@ -22,6 +22,7 @@ from kvatlas.specs import (
     Indexer,
     LatentAttention,
     Recurrent,
+    Ring,
     SlidingAttention,
     SlidingLatentAttention,
 )
@@ -107,7 +108,7 @@ def _expected(caches: Sequence[Layer]) -> defaultdict[int, dict[str, Any]]:
 
 
 def _of_spec(spec: Any) -> dict[str, Any]:
-    if isinstance(spec, CrossAttention | CompressorState):
+    if isinstance(spec, CrossAttention | CompressorState | Ring):
         return {}  # no rows without an encoder's input; no counterpart in transformers
     if isinstance(spec, LatentAttention):
         rows: dict[str, Any] = {"keys": (1, spec.latent), "values": (1, spec.rope)}
@@ -127,7 +128,7 @@ def _of_spec(spec: Any) -> dict[str, Any]:
 
 
 def _of_states(spec: Recurrent) -> dict[str, Any]:
-    """Return the channels and taps of a convolution, and the elements of a recurrent state."""
+    """Return the sizes of a recurrent layer: channels and taps of its convolution, and elements."""
     found: dict[str, Any] = {}
     for state in spec.layer_states():
         sizes = dict(state.axes)
@@ -143,7 +144,7 @@ def _window(tokens: int | None) -> dict[str, Any]:
 
 
 def _observed(layer: CachedLayer) -> dict[str, Any]:
-    """Return the sizes of a layer that transformers cached, in the form of `_of_spec`."""
+    """Return the sizes of a layer's tensors in transformers, in the form of `_expected`."""
     found = _window(layer.window)
     for name, shape in layer.tensors.items():
         if name in ("keys", "values"):

@@ -77,7 +77,8 @@ def cached(spec: S, cache: str, *, sparse: bool = False) -> S:
     """Return `spec` with its cache dtype set to `cache`.
 
     Specs other than attention are returned unchanged. If `sparse` is true, fp8 latent
-    attention becomes `fp8_ds_mla`, the fp8 format of kernels whose states an indexer selects.
+    attention becomes `fp8_ds_mla`, the fp8 format of sparse attention, where an indexer selects
+    the states to read.
     DeepSeek-V4 uses `fp8_ds_mla` for `auto` too, because its kernels do not support the
     model's dtype.
     """

@@ -29,7 +29,7 @@ _LONGEST_HEADER = 256 << 20
 def weights_identity(folder: Path) -> str:
     """Return a digest of a checkpoint's weight files: their names, sizes and sampled bytes.
 
-    For a file in the hub's cache, the file name is used instead of samples, because it is
+    For a file in the hub's cache, its name is used instead of samples, because this name is
     already a digest of the content. An index file alone would not be enough: fine-tunes
     share the index of their base model.
 
@@ -45,7 +45,7 @@ def weights_identity(folder: Path) -> str:
     if not files:
         problem = f"The folder contains no weight files ({', '.join(_WEIGHTS)})"
         got = f"{folder}"
-        hint = "Pass the checkpoint's folder, or a name for the weights (weights_identity in vLLM)"
+        hint = "Pass the checkpoint's folder, or name the weights (vLLM option: weights_identity)"
         raise AtlasError(Code.BAD_CONFIG, problem, got=got, hint=hint)
     digest = blake2b(digest_size=16)
     for path in files:

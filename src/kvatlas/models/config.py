@@ -77,12 +77,12 @@ class Config:
         return self._read.get(name, False)
 
     def settled(self, *names: str) -> None:
-        """Record that `names` need not be read, because other keys determine the caches."""
+        """Record that no reader needs the keys `names`, because other keys determine the caches."""
         for name in names:
             self._read.setdefault(name, False)
 
     def unread_keys(self) -> list[str]:
-        """Return the `filled_keys` that were neither read nor passed to `settled`."""
+        """Return the keys with a value (`filled_keys`) that were neither read nor `settled`."""
         return [key for key in self.filled_keys() if key not in self._read]
 
     def _value(self, name: str) -> Any:
@@ -94,7 +94,7 @@ class Config:
         return [str(key) for key in self._values]
 
     def with_text_keys(self) -> Config:
-        """Return the config with keys that are strings, as in JSON."""
+        """Return the config with all keys converted to strings, as JSON does."""
         return Config({str(key): value for key, value in self._values.items()})
 
     def filled_keys(self) -> list[str]:
@@ -277,7 +277,7 @@ _NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {}, ())
 
 
 def bad(problem: str, got: str, hint: str = "Correct this key or num_hidden_layers") -> AtlasError:
-    """Return an `AtlasError` with code `bad_config`; quote config values in `got` with `repr`."""
+    """Return an `AtlasError` with code `bad_config`; callers quote config values in `got`."""
     return AtlasError(Code.BAD_CONFIG, problem, got=got[:200], hint=hint)
 
 

@@ -8,6 +8,7 @@ rounded down.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from typing import NamedTuple
 
@@ -43,10 +44,14 @@ _TABLE = (
     ("A100-40GB", 39.3, "40 GB", ""),
     ("A100-80GB", 79.1, "80 GB", "A100"),
     ("H100", 79.1, "80 GB", "H100-80GB"),
+    ("H20", 95.0, "96 GB", "H20-96GB"),
     ("H200", 139.8, "141 GB", "H200-141GB"),
     ("B200", 178.3, "192 GB, of which 180 can be used", "B200-180GB B200-192GB"),
     ("B300", 267.5, "288 GB", "B300-288GB"),
+    ("GB200", 184.0, "192 GB, of which 186 can be used", "GB200-186GB GB200-192GB"),
     ("GH200", 94.5, "96 GB", "GH200-96GB"),
+    ("T4", 14.5, "16 GB", "TESLA-T4"),
+    ("A10G", 21.9, "24 GB", "A10"),
     ("L4", 22.0, "24 GB", ""),
     ("L40S", 44.4, "48 GB", ""),
     ("RTX-4090", 23.5, "24 GB", "4090"),
@@ -61,6 +66,12 @@ GPUS = {name: Gpu(name, int(gib * GIB), sold) for name, gib, sold, _ in _TABLE}
 """All known GPUs by name."""
 
 
+_NUMBER_FIRST = re.compile(r"\s*(?P<number>\d{1,9})\s*[x*\u00d7]\s*(?P<name>.+)", re.IGNORECASE)
+_NUMBER_LAST = re.compile(r"(?P<name>.*\d\w?)\s*[x*\u00d7]\s*(?P<number>\d{1,9})\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(?P<number>\d{1,5})\s*(?P<unit>gi?b)\s*", re.IGNORECASE)
+_UNITS = {"gb": "GB", "gib": "GiB"}
+
+
 def _key(name: str) -> str:
     return re.sub(r"[\s_-]", "", name).lower()
 
@@ -70,14 +81,37 @@ _BY_KEY = {
 }
 
 
-def find_gpu(name: str) -> Gpu:
-    """Return a GPU by its name, or by the name that its driver reports.
+class Gpus(NamedTuple):
+    """A number of GPUs of one kind, on one or several hosts."""
 
-    Case, spaces and hyphens do not matter.
+    number: int
+    """The number of GPUs on all hosts together."""
+    gpu: Gpu
+    per_host: int
+    """The number of GPUs on each host."""
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts."""
+        return self.number // self.per_host
+
+
+def find_gpu(name: str) -> Gpu:
+    """Return a GPU by its name, by the name that its driver reports, or by its memory.
+
+    Case, spaces and hyphens do not matter. A size such as `96GB` stands for a GPU on which a
+    process can use this much memory.
 
     >>> find_gpu("NVIDIA H100 80GB HBM3").name, find_gpu("NVIDIA A100-SXM4-40GB").name
     ('H100', 'A100-40GB')
+    >>> find_gpu("96GB").memory
+    96000000000
     """
+    sized = _SIZE.fullmatch(name)
+    if sized is not None and int(sized["number"]) > 0:
+        text = f"{int(sized['number'])} {_UNITS[sized['unit'].lower()]}"
+        nbytes = int(sized["number"]) * (GIB if "i" in text else 10**9)
+        return Gpu(text.replace(" ", ""), nbytes, text)
     key = re.sub(r"^(nvidia|amd)|sxm\d?|hbm\d*e?|pcie", "", _key(name))
     gpu = _BY_KEY.get(key)
     if gpu is not None:
@@ -88,26 +122,28 @@ def find_gpu(name: str) -> Gpu:
     raise AtlasError(Code.UNKNOWN_GPU, got=repr(name), hint=hint)
 
 
-def find_gpus(text: str) -> tuple[int, Gpu]:
-    """Return (number, GPU) of a text such as `8xH100`; the number defaults to 1.
+def find_gpus(text: str) -> Gpus:
+    """Return the GPUs that a text such as `8xH100` names; the number defaults to 1.
 
-    >>> number, gpu = find_gpus("8xH100")
-    >>> number, gpu.name
-    (8, 'H100')
+    `2x8xH100` names two hosts with eight GPUs each.
+
+    >>> found = find_gpus("2x8xH100")
+    >>> found.number, found.gpu.name, found.per_host
+    (16, 'H100', 8)
     """
-    first = re.fullmatch(r"\s*(?P<number>\d{1,9})\s*[x*\u00d7]\s*(?P<name>.+)", text, re.IGNORECASE)
-    last = re.fullmatch(
-        r"(?P<name>.*\d\w?)\s*[x*\u00d7]\s*(?P<number>\d{1,9})\s*", text, re.IGNORECASE
-    )
-    match = first or last
-    if match is None:
-        return 1, find_gpu(text)
-    number = int(match["number"])
+    name, sizes = text, list[int]()
+    while len(sizes) < 2 and (match := _NUMBER_FIRST.fullmatch(name)):
+        sizes.append(int(match["number"]))
+        name = match["name"]
+    if not sizes and (match := _NUMBER_LAST.fullmatch(name)):
+        sizes.append(int(match["number"]))
+        name = match["name"]
+    number = math.prod(sizes)
     if not 1 <= number <= MOST_GPUS:
         problem = f"The number of GPUs must be between 1 and {MOST_GPUS:,}"
         hint = "Write a number and a GPU, as in 8xH100"
         raise AtlasError(Code.BAD_QUANTITY, problem, got=repr(text), hint=hint)
-    return number, find_gpu(match["name"])
+    return Gpus(number, find_gpu(name), sizes[-1] if sizes else 1)
 
 
 def memory_for_cache(
@@ -129,17 +165,17 @@ def memory_for_cache(
     Traceback (most recent call last):
         ...
     kvatlas.errors.AtlasError: The weights leave no memory for a cache. Got 40 GiB of weights \
-and 3 GiB of overhead per rank for 19.8 GiB, 90% of an L4. Use more ranks, a larger GPU or \
-smaller weights. [weights_too_large]
+and 3 GiB of overhead per rank; 90% of an L4 is 19.8 GiB. Use more ranks, a larger GPU or smaller \
+weights. [weights_too_large]
     """
     if not 0 < utilization <= 1:
         hint = "Pass the fraction of the GPU's memory to use, such as 0.9"
-        problem = "utilization must be greater than 0 and at most 1"
+        problem = "`utilization` must be greater than 0 and at most 1"
         raise AtlasError(Code.BAD_QUANTITY, problem, got=utilization, hint=hint)
     if min(weights, overhead) < 0:
         raise AtlasError(
             Code.NEGATIVE,
-            "weights and overhead must not be negative",
+            "`weights` and `overhead` must not be negative",
             got=f"weights {weights:,} and overhead {overhead:,} bytes",
             hint="Pass 0 or more bytes",
         )
@@ -151,7 +187,7 @@ smaller weights. [weights_too_large]
     origin = f" ({weights_source})" if weights_source else ""
     raise AtlasError(
         Code.WEIGHTS_TOO_LARGE,
-        got=f"{size(weights)} of weights{origin} and {size(overhead)} of overhead per rank "
-        f"for {size(usable)}, {utilization:.0%} of {article} {gpu.name}",
+        got=f"{size(weights)} of weights{origin} and {size(overhead)} of overhead per rank; "
+        f"{utilization:.0%} of {article} {gpu.name} is {size(usable)}",
         hint="Use more ranks, a larger GPU or smaller weights",
     )

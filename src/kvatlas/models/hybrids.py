@@ -19,7 +19,6 @@ from kvatlas.models.layer_patterns import CONVOLVES, block_kinds, hybrid_layers
 from kvatlas.specs import (
     CrossAttention,
     GatedDeltaNet,
-    Indexer,
     KimiDelta,
     LightningAttention,
     Mamba1,
@@ -34,11 +33,12 @@ def delta_net(decoder: Decoder, *, dtype_key: str | None = None) -> Iterator[Lay
     For Qwen3.5, vLLM reads the dtype of recurrent states from the config key `dtype_key`.
     """
     config = decoder.config
-    recurrent = _gated_delta_net(decoder, config.text(dtype_key) if dtype_key else None)
+    recurrent = gated_delta_net(decoder, config.text(dtype_key) if dtype_key else None)
     return hybrid_layers(decoder, block_kinds(config), recurrent, "linear_attn")
 
 
-def _gated_delta_net(decoder: Decoder, ssm_dtype: str | None = None) -> GatedDeltaNet:
+def gated_delta_net(decoder: Decoder, ssm_dtype: str | None = None) -> GatedDeltaNet:
+    """Return the spec of a gated delta net; vLLM's default for its states is `ssm_dtype`."""
     config = decoder.config
     return GatedDeltaNet(
         key_heads=config.count("linear_num_key_heads"),
@@ -64,43 +64,8 @@ def olmo_delta_net(decoder: Decoder) -> Iterator[Layer]:
         "full_attention_interval": 4,
     }
     config = config.under(sizes)
-    recurrent = _gated_delta_net(replace(decoder, config=config))
+    recurrent = gated_delta_net(replace(decoder, config=config))
     return hybrid_layers(decoder, block_kinds(config), recurrent, "linear_attn")
-
-
-def indexed_delta_net(decoder: Decoder) -> Iterator[Layer]:
-    """Yield the caches of Qwen4-Exp: gated delta net, and attention with an indexer.
-
-    vLLM stores one indexer row for `indexer_compress_ratio` tokens.
-    """
-    config = decoder.config
-    if config.get("ple_layer_ids"):
-        raise bad(
-            "Per-layer embeddings with a convolution have caches that cannot be planned",
-            f"ple_layer_ids={config.get('ple_layer_ids')!r}",
-            "Plan the config without ple_layer_ids, and add the bytes of these caches yourself",
-        )
-    config.settled("ple_conv_kernel_size", "heads_per_ngram", "number_of_conv_states")
-    config.settled("indexer_n_heads", "indexer_kv_heads", "indexer_budget")
-    attention, recurrent, keys = decoder.attention(), _gated_delta_net(decoder), None
-    if config.has("indexer_head_dim"):
-        size, ratio = config.count("indexer_head_dim"), config.count("indexer_compress_ratio")
-        keys = Indexer(head_dim=size, cache="bf16", compress=ratio)
-    for layer in hybrid_layers(decoder, _without_index(decoder), recurrent, "linear_attn"):
-        if layer.spec == attention and keys is not None:
-            yield decoder.layer(layer.index, keys, "self_attn.indexer.k_cache")
-        yield layer
-
-
-_INDEXED = ("indexed_attention", "qwen_sparse_attention")
-"""transformers' layer types of attention with an indexer; the second until release 5.17."""
-
-
-def _without_index(decoder: Decoder) -> list[str]:
-    config = decoder.config
-    kinds = block_kinds(config.completed({"full_attention_interval": 4}))
-    config.settled("layer_types")
-    return ["full_attention" if kind in _INDEXED else kind for kind in kinds]
 
 
 def bailing_delta(decoder: Decoder) -> Iterator[Layer]:
@@ -204,7 +169,7 @@ def short_conv(decoder: Decoder) -> Iterator[Layer]:
 def rwkv(decoder: Decoder) -> Iterator[Layer]:
     """Yield the caches of RWKV-7: one matrix per head and two token-shift rows in each layer.
 
-    They do not grow with the number of tokens.
+    These caches do not grow with the number of tokens.
     """
     config = decoder.config
     hidden, head_dim = config.hidden(), config.count("head_dim", "head_size", default=64)
@@ -221,7 +186,7 @@ def rwkv(decoder: Decoder) -> Iterator[Layer]:
 def rwkv4(decoder: Decoder) -> Iterator[Layer]:
     """Yield the caches of RWKV-4: the last input of two token shifts, and three sums per channel.
 
-    Two rows and three values per channel are the content of a Mamba-1 layer of these sizes.
+    A Mamba-1 layer of suitable size has the same content: two rows, and three values per channel.
     """
     config = decoder.config
     width = config.count("attention_hidden_size", default=config.hidden())

@@ -49,7 +49,7 @@ def latent_attention(decoder: Decoder, *, sparse: bool = False) -> LatentAttenti
     config.settled(*_EXPANDED)
     spec = LatentAttention(
         latent=config.count("kv_lora_rank"),
-        rope=config.count("qk_rope_head_dim"),
+        rope=0 if config.get("qk_rope_head_dim") == 0 else config.count("qk_rope_head_dim"),
         dtype=decoder.dtype,
     )
     return cached(spec, decoder.cache, sparse=sparse)
@@ -110,7 +110,7 @@ def sparse_latent(decoder: Decoder) -> Iterator[Layer]:
     """Yield the caches of DeepSeek-V3.2 and GLM-5: in each layer, indexer keys, then latent rows.
 
     Since GLM-5.2, only some layers have an indexer. The others reuse the selection of the
-    last layer that has one, and cache no keys.
+    last layer that has an indexer, and cache no keys.
     """
     spec = latent_attention(decoder, sparse=True)
     keys = Indexer(head_dim=decoder.config.count("index_head_dim"))

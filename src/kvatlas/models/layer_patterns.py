@@ -168,7 +168,7 @@ def hybrid_layers(
 
 
 def owns_cache(config: Config) -> int:
-    """Return the number of leading layers that have their own cache.
+    """Return the number of leading layers that have a separate cache.
 
     In Gemma-3n and some Gemma-4 models, the last layers use the caches of earlier ones.
     """

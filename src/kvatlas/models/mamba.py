@@ -47,8 +47,8 @@ def _expanded(config: Config) -> int:
 def mamba1(decoder: Decoder) -> Mamba1:
     """Return the spec of a Mamba-1 mixer.
 
-    In a pure Mamba model `intermediate_size` is the width of the mixer; in a hybrid it is
-    the width of the MLP, so it is not read there.
+    In a pure Mamba model, the key `intermediate_size` is the width of the mixer. In a hybrid, the
+    key is the width of the MLP and is not read.
     """
     config = decoder.config
     inner = None if config.has("mamba_expand") else config.maybe("intermediate_size", "d_inner")

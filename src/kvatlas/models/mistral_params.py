@@ -70,7 +70,7 @@ def from_mistral(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rename_windows(text: dict[str, Any]) -> None:
-    """Replace a list of windows, which repeats over the layers, by `layer_types` and one window."""
+    """Replace a repeating list of windows per layer by `layer_types` and a single window."""
     windows, depth = text.get("sliding_window"), text.get("num_hidden_layers")
     if not isinstance(windows, list):
         return

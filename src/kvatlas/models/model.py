@@ -97,8 +97,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         `dtype` is the dtype in which the model is served. It defaults to the config's dtype,
         or to bf16 for an fp32 checkpoint. `ssm_dtype` and `conv_dtype`
         override the dtypes in which `engine` stores recurrent states. With
-        `oracle="transformers"`, transformers builds the model without memory and runs a few
-        tokens. An error is raised if a layer caches something other than kvatlas has read.
+        `oracle="transformers"`, transformers builds the model without weights and runs a few
+        tokens. An error is raised if it caches other tensors than kvatlas has read from the config.
 
         >>> model = Model.load("Qwen3-Next-80B-A3B", engine="sglang")
         >>> model.layers[0].name, model.layers[0].spec.ssm_dtype

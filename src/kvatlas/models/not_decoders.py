@@ -29,20 +29,12 @@ REFUSED = {
 }
 """Model types of transformers' causal language models that cannot be planned, with the reason."""
 
-_RING = "vLLM keeps the open group of each compressed cache in a ring buffer per request"
-WITH_RINGS = {
-    "deepseek_v41": _RING,
-    "DeepseekV41ForCausalLM": _RING,
-    "glm5_next": _RING,
-    "glm5_next_text": _RING,
-    "Glm5NextForCausalLM": _RING,
-    "Glm5NextForConditionalGeneration": _RING,
-    "step5": _RING,
-    "step5_vl": _RING,
-    "Step5ForCausalLM": _RING,
-    "Step5ForConditionalGeneration": _RING,
-}
-"""Model types and architectures of vLLM 0.33 whose ring buffers cannot be planned."""
+_V41 = (
+    "its records differ between Hopper and Blackwell, and neither transformers nor vLLM defines "
+    "the fields of its config"
+)
+WITHOUT_CONFIG = {"deepseek_v41": _V41, "DeepseekV41ForCausalLM": _V41}
+"""Model types and architectures whose configs have no public definition, with the reason."""
 
 
 def refuse_by_name(*names: str | None) -> None:
@@ -50,13 +42,12 @@ def refuse_by_name(*names: str | None) -> None:
 
     The names are model types and architectures.
 
-    >>> refuse_by_name("step5")
+    >>> refuse_by_name("xlm")
     Traceback (most recent call last):
-    kvatlas.errors.AtlasError: This model's caches cannot be planned. Got 'step5': vLLM keeps the \
-open group of each compressed cache in a ring buffer per request. Plan another model, or compute \
-the bytes of its states by hand. [unknown_architecture]
+    kvatlas.errors.AtlasError: This model's caches cannot be planned. Got 'xlm': it has no cache. \
+Plan another model, or compute the bytes of its states by hand. [unknown_architecture]
     """
-    reasons = REFUSED | WITH_RINGS
+    reasons = REFUSED | WITHOUT_CONFIG
     for name in names:
         if name not in reasons:
             continue

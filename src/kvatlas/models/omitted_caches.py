@@ -1,4 +1,4 @@
-"""Caches that a reader leaves out of a model, each with a warning in every output.
+"""Warnings for the caches that a reader leaves out of a model.
 
 A cache is left out if its size depends on values that no config contains, or if no spec
 describes it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvatlas.models import dense, hybrids
+from kvatlas.models import dense
 from kvatlas.models.config import Config
 
 
@@ -19,19 +19,8 @@ def omission_warnings(config: Config, reader: Callable[..., Any]) -> list[str]:
     return found(config) if found else []
 
 
-def _rings(config: Config) -> list[str]:
-    """Return the warning about the raw keys that Qwen4-Exp's indexers keep."""
-    if not config.has("indexer_head_dim"):
-        return []
-    rows, size = config.count("indexer_compress_ratio"), config.count("indexer_head_dim")
-    return [
-        f"the ring buffers of the indexers are not planned: vLLM keeps {rows} raw keys of {size} "
-        "elements per request and indexed layer, in one block per request of each of their groups"
-    ]
-
-
 def _image_rows(config: Config) -> list[str]:
-    """Return the warning about the image rows that Mllama's cross-attention layers keep."""
+    """Return a list with a warning if layers attend to the rows of images, as in Mllama."""
     layers = config.listing("cross_attention_layers") or []
     if not layers:
         return []
@@ -43,6 +32,5 @@ def _image_rows(config: Config) -> list[str]:
 
 
 _OMISSIONS: dict[Callable[..., Any], Callable[[Config], list[str]]] = {
-    hybrids.indexed_delta_net: _rings,
     dense.cross_attending: _image_rows,
 }

@@ -114,10 +114,10 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 class _Meta(TorchFunctionMode):
-    """Replace the operations that need data, so that models run on the meta device.
+    """A torch mode that lets models run on the meta device, where tensors have no data.
 
-    Modeling code tests, for example, whether a mask is all ones. Each such operation returns its
-    result for one sequence without padding.
+    Some operations of models need data, for example the test whether a mask is all ones. In this
+    mode, they return the result for one sequence without padding.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

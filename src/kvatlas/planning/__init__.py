@@ -8,7 +8,7 @@ It returns a `Plan`, which is pure data.
 from kvatlas.planning.backends import BACKENDS, Backend, backends_of
 from kvatlas.planning.fitting import Fit, Fitting, Topology, fit
 from kvatlas.planning.foreign_memory import foreign
-from kvatlas.planning.plan_parts import Group, Pool, Region
+from kvatlas.planning.plan_parts import FieldPlacement, Group, Pool, PoolSegment, Region
 from kvatlas.planning.planner import Policy, plan
 from kvatlas.planning.plans import Plan
 from kvatlas.planning.report import Padding, padding
@@ -16,6 +16,7 @@ from kvatlas.planning.report import Padding, padding
 __all__ = [
     "BACKENDS",
     "Backend",
+    "FieldPlacement",
     "Fit",
     "Fitting",
     "Group",
@@ -23,6 +24,7 @@ __all__ = [
     "Plan",
     "Policy",
     "Pool",
+    "PoolSegment",
     "Region",
     "Topology",
     "backends_of",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvatlas.models import Model
-from kvatlas.planning.engine_rules import CHIPS, EngineRules, PrefillCheckpoint
+from kvatlas.planning.engine_rules import CHIPS, NEWEST, EngineRules, PrefillCheckpoint
 from kvatlas.planning.request import PlanRequest
 from kvatlas.specs import Recurrent, Spec
 
@@ -13,9 +13,10 @@ from kvatlas.specs import Recurrent, Spec
 def applied_checkpoints(
     model: Model, rules: EngineRules, chip: str | None
 ) -> dict[Spec, PrefillCheckpoint]:
-    """Return the rules for recurrent states that are saved in the middle of a prefill, by spec.
+    """Return, for each recurrent spec, the rule for states that a prefill saves before its end.
 
-    A rule that aligns the block size applies only if such a rule applies to all recurrent specs.
+    A spec without such a rule is omitted. Rules that demand an alignment of the block size apply
+    only if every recurrent spec of the model has such a rule.
     """
     specs = {layer.spec for layer in model.layers if isinstance(layer.spec, Recurrent)}
     found = {spec: rules.checkpoint(model, spec, chip) for spec in specs}
@@ -49,17 +50,24 @@ def rule_reasons(request: PlanRequest) -> Iterator[str]:
 
 
 def chip_warnings(request: PlanRequest) -> Iterator[str]:
-    """Yield a warning if the caller named no chip and vLLM's plan depends on the chip.
+    """Yield a warning if vLLM refuses backends of the model on the given chip.
 
-    Yield another one for backends that vLLM refuses on the chip that was named.
+    Yield a warning if the caller gave no chip and vLLM's plan depends on the chip.
     """
     used = dict.fromkeys(b.name for b in request.backends.values() if b)
     refused = [name for name in used if request.rules.refuses(name, request.chip)]
     if refused:
-        yield (
-            f"vLLM {request.rules.version} refuses this model on {request.chip}, where it has no "
-            f"kernels of {', '.join(refused)}. The plan is that of another chip."
-        )
+        release, named = f"vLLM {request.rules.version}", ", ".join(refused)
+        if any(NEWEST.refuses(name, request.chip) for name in refused):
+            yield (
+                f"{release} refuses this model on {request.chip}, where it has no kernels of "
+                f"{named}. The plan is that of another chip."
+            )
+        else:
+            yield (
+                f"{release} refuses this model, because it does not have {named}. The plan is that "
+                "of a newer release."
+            )
     if request.chip is not None or request.policy.startswith("atlas"):
         return
     if not request.prefix_caching:

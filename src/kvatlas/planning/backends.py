@@ -26,6 +26,7 @@ from kvatlas.specs import (
     Indexer,
     LatentAttention,
     Packing,
+    Ring,
     SlidingLatentAttention,
     Spec,
 )
@@ -67,6 +68,8 @@ class Backend(msgspec.Struct, frozen=True):
     """Whether the block stride must be a multiple of a kernel block, if `multiples` is false."""
     packing: Packing | None = None
     """The packing of K and V in a page; None for the default of the cache dtype."""
+    stride_tokens: int | None = None
+    """Block strides must be a multiple of this many tokens, although blocks are not split."""
     strided: bool = False
     """Whether kernels take any block stride, although the backend declares only layouts in which
     the blocks of a layer are adjacent."""
@@ -76,7 +79,7 @@ class Backend(msgspec.Struct, frozen=True):
         return any(block % size == 0 for size in self.sizes)
 
     def reads(self, block: int) -> bool:
-        """Return whether the kernels read blocks of `block` tokens without splitting them."""
+        """Return whether the kernels support blocks of `block` tokens, without splitting them."""
         return self.takes(block) if self.multiples else block in self.sizes
 
     def kernel_block(self, block: int) -> int | None:
@@ -86,10 +89,10 @@ class Backend(msgspec.Struct, frozen=True):
         return max((size for size in self.sizes if block % size == 0), default=None)
 
     def with_strides(self) -> Backend:
-        """Return the backend with the layouts that an engine can give it by strides alone.
+        """Return the backend, with more layouts if its kernels take any block stride (`strided`).
 
-        vLLM passes the strides of a plan to its kernels as they are, so a `strided` backend reads
-        blocks that are not adjacent.
+        vLLM passes the strides of a plan to its kernels. A `strided` backend therefore also
+        supports layouts in which the blocks of a layer are not adjacent.
 
         >>> BACKENDS["CPU_ATTN"].with_strides().layouts
         ('LBHNC', 'BLHNC')
@@ -138,7 +141,10 @@ BACKENDS: dict[str, Backend] = {
         Backend("FLASHMLA_SPARSE", "sparse", (64,), whole_rows=True),
         Backend("FLASH_ATTN_MLA_SPARSE", "sparse", (64,), caches=("auto",), whole_rows=True),
         Backend("FLASH_ATTN_MLA_SPARSE_FA4", "sparse", (64,), caches=("auto",), whole_rows=True),
-        Backend("FLASHINFER_MLA_SPARSE", "sparse", (32,), caches=_FP8, whole_rows=True),
+        Backend(
+            "FLASHINFER_MLA_SPARSE", "sparse", (32,), caches=_FP8, whole_rows=True,
+            stride_tokens=32,
+        ),
         Backend("DEEPSEEK_V32_INDEXER", "indexer", (64,), multiples=False),
         Backend("FLASHMLA_SPARSE_DSV4", "other", (256,), multiples=False),
         Backend(
@@ -146,6 +152,15 @@ BACKENDS: dict[str, Backend] = {
         ),
         Backend("DEEPSEEK_SPARSE_SWA", "other", (32,)),
         Backend("COMPRESSOR", "other", (1,)),
+        Backend("QWEN4_EXP_QSA_TRITON", "other", (16,), caches=("auto", "fp8", "fp8_e4m3")),
+        Backend("QWEN4_EXP_EXP_QSA_STATE", "other", (1,), layouts=("BLNHC", "BLHNC")),
+        Backend("KPOOL_TAIL", "other", (1,), layouts=("BLHNC",)),
+        Backend(
+            "STEP5_DSA", "other", (16,), layouts=("BLNHC",), caches=("auto", "fp8", "fp8_e4m3"),
+            stride_tokens=8,
+        ),
+        Backend("STEP5_CSA_SUMMARY", "other", (1,)),
+        Backend("STEP5_CSA_TAIL_RING", "other", (1,), whole_rows=True),
     )
 }  # fmt: skip
 """All known backends by name."""
@@ -163,7 +178,7 @@ def backends_of(
 
     The backend named `chosen` replaces vLLM's default in all layers whose default has the same
     `family`; the other layers keep their defaults. `rules`, `chip` and `tp` select the defaults;
-    without a chip they are those on Hopper.
+    if `chip` is None, they are those on Hopper.
 
     >>> model = Model.load("Llama-3.1-8B")
     >>> {used.name for used in backends_of(model, chip="sm100").values() if used}
@@ -177,21 +192,29 @@ def backends_of(
             got=repr(chosen),
             hint=f"Use one of {', '.join(BACKENDS)}",
         )
-    sparse = _sparse_layers(model)
+    sparse, companions = _sparse_layers(model), _companions(model)
     backends: dict[str, Backend | None] = {}
-    selected: dict[tuple[int, bool], str] = {}
+    selected: dict[tuple[object, ...], str] = {}
     for layer in model.layers:
         # Layers of a model share few spec objects; to hash or compare specs would cost more.
-        alike = id(layer.spec), layer.index in sparse
+        ring = companions.get(layer.index)
+        alike = id(layer.spec), layer.index in sparse, id(ring)
         if alike not in selected:
-            default = _default(layer.spec, sparse=layer.index in sparse)
+            default = _ring_backend(layer.spec, ring) if ring else ""
+            default = default or _default(layer.spec, sparse=layer.index in sparse)
             selected[alike] = rules.backend(default, chip, model, layer.spec, tp)
         backend = BACKENDS.get(selected[alike])
         if named and backend and named.family == backend.family:
             backend = named
         if backend and not rules.whole_kernel_blocks:
             rows = backend.whole_rows and backend.name not in rules.any_stride
-            backend = msgspec.structs.replace(backend, whole_blocks=False, whole_rows=rows)
+            backend = msgspec.structs.replace(
+                backend, whole_blocks=False, whole_rows=rows, stride_tokens=None
+            )
+        if backend and ring and ring.parts > 1 and isinstance(layer.spec, Indexer):
+            # The kernels read 32 or 64 compressed keys.
+            sizes = (32 * layer.spec.compress, 64 * layer.spec.compress)
+            backend = msgspec.structs.replace(backend, sizes=sizes)
         backends[layer.name] = backend
     if named and named.name not in {used.name for used in backends.values() if used}:
         used = ", ".join(sorted({b.name for b in backends.values() if b}))
@@ -234,14 +257,32 @@ def packed_for(model: Model, backends: dict[str, Backend | None]) -> Model:
 def _sparse_layers(model: Model) -> set[int]:
     """Return the indices of layers that attend to selected tokens only.
 
-    Layers of latent attention without an indexer use the selection of the last layer that has
-    one, unless the model has windows as well.
+    Layers of latent attention without an indexer use the selection of the last layer that has an
+    indexer, unless the model has windows as well.
     """
     indexed = {layer.index for layer in model.layers if isinstance(layer.spec, Indexer)}
     kinds = {type(layer.spec) for layer in model.layers}
     if not indexed or not kinds <= {Indexer, LatentAttention}:
         return indexed
     return {layer.index for layer in model.layers}
+
+
+def _companions(model: Model) -> dict[int, Ring]:
+    """Return the rings of a model's layers, by layer index."""
+    return {x.index: x.spec for x in model.layers if isinstance(x.spec, Ring)}
+
+
+def _ring_backend(spec: Spec, ring: Ring) -> str:
+    """Return the backend of a cache in a layer that has a ring; empty for the usual default."""
+    if isinstance(spec, LatentAttention):
+        return ""
+    kinds = (Ring, Indexer, Attention)
+    names = ("QWEN4_EXP_EXP_QSA_STATE", "QWEN4_EXP_EXP_QSA_STATE", "QWEN4_EXP_QSA_TRITON")
+    if ring.fills_page:
+        names = ("STEP5_CSA_TAIL_RING", "STEP5_CSA_SUMMARY", "STEP5_DSA")
+    elif ring.parts > 1:
+        names = ("KPOOL_TAIL", "DEEPSEEK_V32_INDEXER", "")
+    return next((n for kind, n in zip(kinds, names, strict=True) if isinstance(spec, kind)), "")
 
 
 def _default(spec: Spec, *, sparse: bool) -> str:

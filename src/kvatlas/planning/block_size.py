@@ -17,8 +17,8 @@ from kvatlas.geometry.integers import ceil_div, positive, round_up
 from kvatlas.models import Model
 from kvatlas.planning.backends import Backend, smallest_common_block
 from kvatlas.planning.request import PlanRequest
-from kvatlas.planning.sized_layers import kind_of, page_of
-from kvatlas.specs import LatentAttention
+from kvatlas.planning.sized_layers import FIXED_KINDS, kind_of, page_of
+from kvatlas.specs import Indexer, LatentAttention
 
 DEFAULT_BLOCK = 16
 _LATENT_MULTIPLE = 128
@@ -92,7 +92,7 @@ def block_size(request: PlanRequest) -> BlockSize:
 
 
 def kernel_multiple(request: PlanRequest, block: int) -> int:
-    """Return the number of tokens of which a hybrid's block size must be a multiple.
+    """Return a number of tokens; a hybrid's block size must be a multiple of it.
 
     `block` is the smallest block size that the kernels support.
     """
@@ -103,7 +103,7 @@ def kernel_multiple(request: PlanRequest, block: int) -> int:
 
 
 def checkpoint_multiple(request: PlanRequest) -> int:
-    """Return the number of tokens at whose multiples prefill kernels save states."""
+    """Return the interval, in tokens, at which prefill kernels save recurrent states."""
     return lcm(*(rule.alignment for rule in request.checkpoints.values()))
 
 
@@ -119,9 +119,11 @@ def state_bytes(model: Model, tp: int) -> int:
 def token_bytes(model: Model, tp: int) -> int:
     """Return how many bytes per token the first attention layer stores on one rank.
 
+    Indexers do not count, because their pages are stored next to those of attention.
+
     The result is 0 if the model has no attention layers.
     """
     for layer in model.layers:
-        if kind_of(layer.spec) != "recurrent":
+        if kind_of(layer.spec) not in FIXED_KINDS and not isinstance(layer.spec, Indexer):
             return page_of(layer.spec, layer.spec.tokens_per_state or 1, tp).unpadded
     return 0

@@ -3,8 +3,8 @@
 This module enforces the promise of policy atlas: for every request length, while prefilling
 and while decoding, a plan fits at least `PROMISE` of the requests that vLLM's plan fits. It
 is enough to compare at the lengths at which a request starts to take one more block in the plan.
-Between two such lengths, a request takes the same number of blocks in the plan and no fewer blocks
-in vLLM's plan, so the ratio cannot become worse.
+Up to the next such length, longer requests take no more blocks in the plan, and no fewer blocks in
+vLLM's plan, so the ratio cannot become worse.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kvatlas.planning.placing import PlanDraft, divide_memory
 from kvatlas.planning.plan_data import DECODING
 from kvatlas.planning.plan_parts import Group, blocks_taken
 from kvatlas.planning.request import PlanRequest
+from kvatlas.planning.sized_layers import FIXED_KINDS
 
 PROMISE = 0.99
 """The minimum fraction of vLLM's number of requests that a plan must fit."""
@@ -65,7 +66,7 @@ def steps(groups: Iterable[Group], request: PlanRequest) -> NDArray[np.int64]:
     lengths.
     """
     longest = min(longest_promised(request), MOST_LENGTHS)
-    sizes = {group.block * request.dcp for group in groups if group.kind != "recurrent"}
+    sizes = {group.block * request.dcp for group in groups if group.kind not in FIXED_KINDS}
     starts = [np.arange(1, longest + 1, size, dtype=np.int64) for size in sizes]
     return np.concatenate([*starts, [longest, request.max_len]])
 
@@ -89,17 +90,16 @@ class Share:
 
 
 def capacity_of(request: PlanRequest, draft: PlanDraft) -> Capacity:
-    """Return the capacity of a draft, without building its plan."""
+    """Return the capacity of the plan that a draft describes, without building the plan."""
     stages = draft.stages(request)
     blocks = divide_memory(request, draft.pools, stages)
     return Capacity(draft.groups, tuple(blocks), request.dcp)
 
 
 def least_share(mine: Capacity, theirs: Capacity, request: PlanRequest) -> Share:
-    """Return the smallest ratio of two numbers: the requests that `mine` and that `theirs` fits.
+    """Return how many requests fit in `mine`, divided by how many fit in `theirs`.
 
-    The number for `mine` is divided by the number for `theirs`. The result is the minimum over all
-    request lengths, both while prefilling and while decoding.
+    The result is the smallest ratio over all request lengths, while prefilling and while decoding.
     """
     lengths = steps(mine.groups, request)
     found = []

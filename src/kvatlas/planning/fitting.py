@@ -18,13 +18,13 @@ import msgspec
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import positive
-from kvatlas.models import OVERHEAD, Gpu, Model, Weights, find_gpus, memory_for_cache
+from kvatlas.models import OVERHEAD, Gpu, Gpus, Model, Weights, find_gpus, memory_for_cache
 from kvatlas.planning.engine_rules import chip_of
 from kvatlas.planning.plan_data import DECODING
 from kvatlas.planning.planner import plan
 from kvatlas.planning.plans import Plan
 from kvatlas.planning.request import quantity
-from kvatlas.planning.sized_layers import kind_of
+from kvatlas.planning.sized_layers import FIXED_KINDS, kind_of
 from kvatlas.planning.topology import (
     MOST_RANKS,
     check_topology,
@@ -189,11 +189,37 @@ class Fitting:
             return self._fit(topology, held, refusal=refusal)
         return self._fit(topology, held, made=made)
 
-    def best(self, gpus: int) -> Fit:
-        """Return the fit on `gpus` GPUs that serves the most users."""
+    def given(
+        self,
+        gpus: Gpus,
+        *,
+        tp: int | None = None,
+        pp: int | None = None,
+        dp: int | None = None,
+        dcp: int = 1,
+        ep: int | None = None,
+    ) -> Fit:
+        """Return the fit in the topology that some of its sizes determine; see `given_topology`.
+
+        `ep` defaults to all GPUs if a mixture-of-experts model has replicas, and else to 1.
+        """
+        topology = given_topology(
+            gpus.number, per_host=gpus.per_host, tp=tp, pp=pp, dp=dp, dcp=dcp, ep=ep or 1
+        )
+        if ep is None and self._deals_experts(topology):
+            topology = msgspec.structs.replace(topology, ep=topology.gpus)
+        return self.on(topology)
+
+    def best(self, gpus: int, *, per_host: int | None = None) -> Fit:
+        """Return the fit on `gpus` GPUs that serves the most users.
+
+        With `per_host`, each host has `per_host` GPUs, and the ranks of a pipeline stage share a
+        host.
+        """
         found, gpus = list[Fit](), positive(gpus, "the number of GPUs")
+        most = min(MOST_RANKS, gpus if per_host is None else positive(per_host, "per_host"))
         for pp in (n for n in range(1, min(gpus, MOST_RANKS) + 1) if gpus % n == 0):
-            for topology in self._topologies(gpus // pp, pp):
+            for topology in self._topologies(gpus // pp, pp, most):
                 found += [self.on(topology), *self._with_dcp(topology)]
             if any(fit.plan for fit in found):
                 break
@@ -213,15 +239,22 @@ class Fitting:
             if fit.plan is not None:
                 yield fit
 
-    def _topologies(self, gpus: int, pp: int) -> Iterator[Topology]:
-        for tp in (n for n in range(min(gpus, MOST_RANKS), 0, -1) if gpus % n == 0):
-            dp = gpus // tp
-            # Distributing experts over all replicas never takes more memory than replicating them.
-            deal = dp > 1 and pp == 1 and self._has_experts
-            yield Topology(tp=tp, pp=pp, dp=dp, ep=gpus if deal else 1)
+    def _topologies(self, gpus: int, pp: int, most: int) -> Iterator[Topology]:
+        """Yield the topologies of `gpus` GPUs per stage, with at most `most` ranks."""
+        for tp in (n for n in range(min(gpus, most), 0, -1) if gpus % n == 0):
+            topology = Topology(tp=tp, pp=pp, dp=gpus // tp)
+            deal = self._deals_experts(topology)
+            yield msgspec.structs.replace(topology, ep=gpus) if deal else topology
+
+    def _deals_experts(self, topology: Topology) -> bool:
+        """Return whether to distribute the experts over all replicas.
+
+        This never takes more memory than replicating them.
+        """
+        return topology.dp > 1 and topology.pp == 1 and self._has_experts
 
     def _with_dcp(self, topology: Topology) -> Iterator[Fit]:
-        """Yield the fit with the largest dcp that vLLM supports, if ranks hold copies."""
+        """Yield the fit with the largest dcp that vLLM supports, if ranks replicate the cache."""
         copies = self._copies(topology.tp)
         for dcp in sorted((n for n in range(2, copies + 1) if topology.tp % n == 0), reverse=True):
             if not self._vllm_takes(topology.tp, dcp):
@@ -233,13 +266,13 @@ class Fitting:
 
     def _copies(self, tp: int) -> int:
         """Return how many of `tp` ranks hold the cache of the same KV heads."""
-        kept = [layer.spec for layer in self.model.layers if kind_of(layer.spec) != "recurrent"]
+        kept = [layer.spec for layer in self.model.layers if kind_of(layer.spec) not in FIXED_KINDS]
         heads = max((getattr(spec, "heads", 1) for spec in kept), default=tp)
         return tp // heads if tp % heads == 0 else 1
 
     @property
     def _weights_origin(self) -> str:
-        """How the size of the weights was determined; for an estimate, also its assumptions."""
+        """Origin of the size of the weights; for an estimate, also its assumptions."""
         source = self.weights.source
         return "; ".join((source, *self.weights.warnings)) if self.weights.estimate else source
 
@@ -285,13 +318,15 @@ def fit(
     pp: int | None = None,
     dp: int | None = None,
     dcp: int = 1,
-    ep: int = 1,
+    ep: int | None = None,
     **options: Any,
 ) -> Fit:
     """Fit a model on GPUs such as `8xH100`, in the given topology or the one with the most users.
 
     The topology is given by `tp`, `pp`, `dp`, `dcp` and `ep`; see `Topology`. If all of them have
-    their defaults, `fit` searches for the topology with the most users. `model` is anything that
+    their defaults, `fit` searches for the topology with the most users. If some are given, the
+    remaining GPUs go to `tp`, or to `dp` if `tp` is given. `2x8xH100` names two hosts; the ranks
+    of a pipeline stage then share a host. `model` is anything that
     `Weights.load` takes; a `Model` is not enough, because it has no weights. Options are
     `utilization`, the fraction of GPU memory to use (0.9 by default), `overhead`, the bytes per GPU
     for everything except weights and cache, `weights_dtype`, the format of the weights if it is
@@ -301,32 +336,42 @@ def fit(
     >>> print(found.topology, found.users())
     tp 2 30
     """
-    number, gpu = find_gpus(gpus)
-    fitting = Fitting(model, gpu, **options)
-    if tp is pp is dp is None and dcp == ep == 1:
-        return fitting.best(number)
-    return fitting.on(given_topology(number, tp=tp, pp=pp, dp=dp, dcp=dcp, ep=ep))
+    machine = find_gpus(gpus)
+    fitting = Fitting(model, machine.gpu, **options)
+    if tp is pp is dp is ep is None and dcp == 1:
+        return fitting.best(machine.number, per_host=machine.per_host)
+    return fitting.given(machine, tp=tp, pp=pp, dp=dp, dcp=dcp, ep=ep)
 
 
 def given_topology(
     gpus: int,
     *,
+    per_host: int | None = None,
     tp: int | None = None,
     pp: int | None = None,
     dp: int | None = None,
     dcp: int = 1,
     ep: int = 1,
 ) -> Topology:
-    """Return the topology of `gpus` GPUs; `tp` defaults to gpus / (pp x dp).
+    """Return the topology of `gpus` GPUs that the given sizes determine.
 
-    If `gpus` is 1, the user named a GPU without a number, so any number of GPUs is allowed.
+    `tp` defaults to gpus / (pp x dp), and `dp` to gpus / (tp x pp) if `tp` is given. With several
+    hosts of `per_host` GPUs, `tp` defaults to at most `per_host`. If no size is given, each host is
+    a pipeline stage; otherwise `dp` takes the GPUs that are left. If `gpus` is 1, the user named a
+    GPU without a number, so any number of GPUs is allowed.
 
-    >>> print(given_topology(8, dp=2), "/", given_topology(1, tp=4))
-    tp 4, dp 2 / tp 4
+    >>> print(given_topology(8, dp=2), "/", given_topology(8, tp=2), "/", given_topology(1, tp=4))
+    tp 4, dp 2 / tp 2, dp 4 / tp 4
+    >>> print(given_topology(16, per_host=8))
+    tp 8, pp 2
     """
+    host = gpus if per_host is None else per_host
+    if tp is pp is dp is None and host < gpus:
+        pp = gpus // host
     stages = 1 if pp is None else positive(pp, "pp")
-    replicas = 1 if dp is None else positive(dp, "dp")
-    ranks = max(1, gpus // (stages * replicas)) if tp is None else tp
+    left = max(1, gpus // (stages * (1 if dp is None else positive(dp, "dp"))))
+    ranks = min(left, host) if tp is None else positive(tp, "tp")
+    replicas = max(1, gpus // (stages * ranks)) if dp is None else dp
     topology = Topology(tp=ranks, pp=stages, dp=replicas, dcp=dcp, ep=ep)
     if gpus > 1 and topology.gpus != gpus:
         raise AtlasError(
@@ -338,7 +383,7 @@ def given_topology(
     if topology.ep > topology.gpus:
         raise AtlasError(
             Code.BAD_TOPOLOGY,
-            "ep must not exceed the number of GPUs",
+            "`ep` must not exceed the number of GPUs",
             got=f"ep {ep} with {topology.gpus} GPUs",
             hint=f"Use an ep of at most {topology.gpus}",
         )

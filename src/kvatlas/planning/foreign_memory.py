@@ -16,20 +16,22 @@ from typing import Any
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Page, Placement
+from kvatlas.geometry import Placement
 from kvatlas.geometry.integers import ceil_div, natural, positive
 from kvatlas.models import Layer, Model
+from kvatlas.planning.foreign_layers import SeenLayer, seen_layer, wrong_tensor
 from kvatlas.planning.plan_parts import Group, Pool, Region
 from kvatlas.planning.plans import Plan
-from kvatlas.planning.sized_layers import FULL_KINDS, kind_of, page_of
+from kvatlas.planning.sized_layers import FULL_KINDS, kind_of
 from kvatlas.specs import Attention, Packing
 
-_FAR = 1 << 62
+Tensors = Mapping[str, Placement | Mapping[str, Placement]]
+"""The tensors of a rank, by layer: one placement, or one for each field of the layer."""
 
 
 def foreign(
     model: Any,
-    layers: Mapping[str, Placement] | Sequence[Mapping[str, Placement]],
+    layers: Tensors | Sequence[Tensors],
     *,
     tp: int = 1,
     max_len: int | None = None,
@@ -62,6 +64,20 @@ def foreign(
     >>> seen = foreign(model, tensors)
     >>> seen.layout, seen.block_size, seen.num_blocks, seen.pools[0].nbytes == kv.nbytes
     ('LBNHC', 16, 4, True)
+
+    K and V in separate parts of a tensor, as in SGLang:
+
+    >>> kv = np.zeros((36, 2, 4, 8, 16, 128), np.float16)  # layers, K and V, pages, heads, ...
+    >>> tensors = {
+    ...     layer.name: {
+    ...         "k": Placement.from_tensor(kv[layer.index, 0], axes="BHNC"),
+    ...         "v": Placement.from_tensor(kv[layer.index, 1], axes="BHNC"),
+    ...     }
+    ...     for layer in model.layers
+    ... }
+    >>> seen = foreign(model, tensors)
+    >>> seen.view("model.layers.0.self_attn.attn", "v").offset == kv[0, 0].nbytes
+    True
     """
     loaded = Model.load(model)
     stages = [layers] if isinstance(layers, Mapping) else list(layers)
@@ -86,18 +102,18 @@ def foreign(
     longest = loaded.max_len or 32768 if max_len is None else max_len
     length = positive(longest, "max_len")
     seen = [
-        _Seen(stage, known[name], placed, _block(blocks, name), tp, length)
+        seen_layer(stage, known[name], placed, _block(blocks, name), tp, length)
         for stage, tensors in enumerate(stages)
         for name, placed in tensors.items()
     ]
     _group(seen, groups)
-    members: dict[int, list[_Seen]] = defaultdict(list)
+    members: dict[int, list[SeenLayer]] = defaultdict(list)
     for one in seen:
         members[one.group].append(one)
     homes = _homes({group: own[0] for group, own in members.items()}, pools)
     tables = tuple(_table(own, homes[group], full) for group, own in sorted(members.items()))
     owned = _pools(seen, homes)
-    regions = _regions(seen, tp)
+    regions = _regions(seen)
     return Plan(
         model=loaded.name,
         policy="foreign",
@@ -116,49 +132,7 @@ def foreign(
     )
 
 
-class _Seen:
-    """The engine's tensor of one layer, with the layer's page and block size."""
-
-    group = 0
-
-    def __init__(
-        self, stage: int, layer: Layer, placed: Placement, block: int | None, tp: int, most: int
-    ) -> None:
-        if not isinstance(placed, Placement):
-            raise AtlasError(
-                Code.BAD_TENSOR,
-                "Each layer needs a Placement",
-                got=f"a {type(placed).__name__} for {layer.name}",
-                hint="Convert each tensor with Placement.from_tensor(tensor, axes=...)",
-            )
-        self.stage, self.layer, self.placed = stage, layer, _in_bytes(placed)
-        size, per_state = self.placed.size, layer.spec.tokens_per_state
-        self.kernel_block = (block or most) if per_state is None else size("N") * per_state
-        self.block = block or self.kernel_block
-        if self.block % self.kernel_block:
-            kernel = f"the {self.kernel_block} tokens of its N axis"
-            raise _wrong_tensor(
-                layer.name, f"a block of {self.block} tokens, which is not a multiple of {kernel}"
-            )
-        self.page: Page = page_of(layer.spec, self.kernel_block, tp)
-        self.split = self.block // self.kernel_block
-        self.blocks = size("B") // self.split
-        if not self.blocks:
-            got = f"{size('B')} kernel blocks, but one block consists of {self.split}"
-            raise _wrong_tensor(layer.name, got)
-        sizes = [size(axis) for axis in "HNC"]
-        if sizes != [self.page.heads, self.page.states, self.page.content]:
-            page = f"{self.page.heads} heads, {self.page.states} states, {self.page.content} bytes"
-            raise _wrong_tensor(layer.name, f"axes H, N, C of sizes {sizes}, expected {page}")
-
-    @property
-    def alike(self) -> tuple[object, ...]:
-        """A key. Layers with equal keys and evenly spaced offsets share a region."""
-        placed = self.placed.shift(-self.placed.offset)
-        return (self.group, self.stage, self.block, self.page, placed)
-
-
-def _group(seen: list[_Seen], groups: Sequence[Sequence[str]] | None) -> None:
+def _group(seen: list[SeenLayer], groups: Sequence[Sequence[str]] | None) -> None:
     """Set the group of each layer: from `groups`, or one group per kind of layer."""
     if groups is None:
         kinds: dict[tuple[Any, ...], int] = {}
@@ -181,7 +155,7 @@ def _group(seen: list[_Seen], groups: Sequence[Sequence[str]] | None) -> None:
         one.group = tables[one.layer.name]
 
 
-def _table(members: list[_Seen], pool: int, full: Collection[str]) -> Group:
+def _table(members: list[SeenLayer], pool: int, full: Collection[str]) -> Group:
     """Return a group of the layers `members`, with its blocks in pool `pool`.
 
     The group keeps all tokens if any of its layers needs all tokens. Layers named in `full` always
@@ -195,7 +169,7 @@ def _table(members: list[_Seen], pool: int, full: Collection[str]) -> Group:
     return Group.of(kind, spec, block=members[0].block, pool=pool)
 
 
-def _homes(first: dict[int, _Seen], pools: Sequence[int] | None) -> dict[int, int]:
+def _homes(first: dict[int, SeenLayer], pools: Sequence[int] | None) -> dict[int, int]:
     """Return the pool index of each group, by group index.
 
     `first` maps the index of each group to one layer of the group. `pools` is the
@@ -214,7 +188,7 @@ def _homes(first: dict[int, _Seen], pools: Sequence[int] | None) -> dict[int, in
     return {group: natural(pools[group], "a pool index") for group in first}
 
 
-def _pools(seen: list[_Seen], homes: dict[int, int]) -> tuple[Pool, ...]:
+def _pools(seen: list[SeenLayer], homes: dict[int, int]) -> tuple[Pool, ...]:
     """Return the pools of all stages; each pool ends where its last tensor ends.
 
     `homes` maps the index of each group to the index of its pool.
@@ -223,65 +197,38 @@ def _pools(seen: list[_Seen], homes: dict[int, int]) -> tuple[Pool, ...]:
     counts: dict[tuple[int, int], int] = {}
     for one in seen:
         home = (one.stage, homes[one.group])
-        reach[home] = max(reach[home], one.placed.stop)
+        reach[home] = max(reach[home], one.stop)
         if counts.setdefault(home, one.blocks) != one.blocks:
             got = f"{one.blocks} blocks, while other layers of its pool have {counts[home]}"
-            raise _wrong_tensor(one.layer.name, got)
+            raise wrong_tensor(one.layer.name, got)
     return tuple(
         Pool(stage=s, index=i, blocks=counts[s, i], block_bytes=ceil_div(n, counts[s, i]))
         for (s, i), n in sorted(reach.items())
     )
 
 
-def _regions(seen: list[_Seen], tp: int) -> list[Region]:
+def _regions(seen: list[SeenLayer]) -> list[Region]:
     """Return the regions of the tensors; layers at evenly spaced offsets share a region."""
-    families: dict[object, list[_Seen]] = defaultdict(list)
+    families: dict[object, list[SeenLayer]] = defaultdict(list)
     for one in seen:
         families[one.alike].append(one)
     regions: list[Region] = []
     for family in families.values():
-        family.sort(key=lambda one: one.placed.offset)
-        steps = {b.placed.offset - a.placed.offset for a, b in pairwise(family)}
-        whole = _region(family, steps.pop(), tp) if len(steps) == 1 else None
+        family.sort(key=lambda one: one.offsets)
+        steps = {
+            tuple(b - a for a, b in zip(before.offsets, after.offsets, strict=True))
+            for before, after in pairwise(family)
+        }
+        whole = family[0].region(family, steps.pop()) if len(steps) == 1 else None
         if whole is not None:
             regions.append(whole)
             continue
         for one in family:
-            region = _region([one], 0, tp)
+            region = one.region([one], (0,) * len(one.offsets))
             if region is None:
-                raise _wrong_tensor(one.layer.name, f"{one.placed}, whose strides fit no layout")
+                raise wrong_tensor(one.layer.name, f"{one}, whose strides fit no layout")
             regions.append(region)
     return regions
-
-
-def _region(family: list[_Seen], step: int, tp: int) -> Region | None:
-    """Return one region for layers whose offsets are `step` bytes apart.
-
-    Returns None if no layout has the strides of the tensors.
-    """
-    one = family[0]
-    # An axis of size 1 has no stride, so it can be anywhere in the layout; put it outermost.
-    strides = {axis: one.placed.stride(axis) or _FAR for axis in "BHN"}
-    strides["L"] = step or 2 * _FAR
-    region = Region(
-        stage=one.stage,
-        group=one.group,
-        layers=tuple(member.layer for member in family),
-        block=one.block,
-        kernel_block=one.kernel_block,
-        page_bytes=one.page.nbytes * one.split,
-        layout="".join(sorted("LBHN", key=lambda axis: -strides[axis])) + "C",
-        offset=one.placed.offset,
-        page_stride=step or one.page.nbytes,
-        block_stride=(one.placed.stride("B") or one.page.nbytes) * one.split,
-    )
-    try:
-        placed = region.placement(tp, one.blocks)
-    except AtlasError:
-        return None
-    placed = placed.fold("B", "k", into="B") if "k" in placed.axes else placed
-    pages = [placed.select("L", index).reorder(*"BHNC") for index in range(len(family))]
-    return region if pages == [member.placed for member in family] else None
 
 
 def _packed(layer: Layer, packing: Packing | None) -> Layer:
@@ -293,27 +240,3 @@ def _packed(layer: Layer, packing: Packing | None) -> Layer:
 def _block(blocks: Mapping[str, int] | int | None, name: str) -> int | None:
     block = blocks.get(name) if isinstance(blocks, Mapping) else blocks
     return None if block is None else positive(block, "the block size")
-
-
-def _in_bytes(placed: Placement) -> Placement:
-    """Return the placement with the axes B, H, N and C; missing axes are added with size 1.
-
-    C counts bytes instead of elements.
-    """
-    missing = [axis for axis in "BHNC" if axis not in placed.axes]
-    whole = Placement(
-        (*placed.axes, *missing, "byte"),
-        (*placed.sizes, *(1 for _ in missing), placed.item),
-        (*placed.strides, *(0 for _ in missing), 1),
-        placed.offset,
-    )
-    return whole.fold("C", "byte", into="C").reorder(*"BHNC")
-
-
-def _wrong_tensor(layer: str, got: str) -> AtlasError:
-    return AtlasError(
-        Code.BAD_TENSOR,
-        f"The tensor of {layer} does not match the layer's pages",
-        got=got,
-        hint="Check the axis names, and the arguments packing= and blocks=",
-    )

@@ -1,4 +1,4 @@
-"""Group layers that share a block table, by the rules of vLLM.
+"""Divide layers into groups that share a block table, as vLLM does.
 
 Groups overlay each other in one pool, so their pages must fit together. The first rule that
 applies is used:
@@ -22,6 +22,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Layout
 from kvatlas.geometry.integers import ceil_div
 from kvatlas.planning.sized_layers import (
+    FIXED_KINDS,
     FULL_KINDS,
     SLIDING_KINDS,
     Kind,
@@ -46,7 +47,7 @@ _PROMOTED: dict[Kind, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class GroupDraft:
-    """The layers of a group. If `mixed` is true, the pages of the layers may differ."""
+    """The layers of a future group. If `mixed` is true, their pages may differ."""
 
     layers: tuple[SizedLayer, ...]
     mixed: bool
@@ -91,6 +92,11 @@ def same_tokens(layers: list[SizedLayer]) -> bool:
         return False
     if first.kind in FULL_KINDS:
         return all(layer.kind in FULL_KINDS for layer in layers)
+    if first.kind == "ring":
+        return all(
+            layer.kind == "ring" and layer.spec.visibility == first.spec.visibility
+            for layer in layers
+        )
     if first.kind == "recurrent":
         held = (first.kind, first.nbytes, first.checkpoints)
         return all((layer.kind, layer.nbytes, layer.checkpoints) == held for layer in layers)
@@ -137,7 +143,7 @@ def unify_pages(layers: list[SizedLayer]) -> list[SizedLayer]:
     for layer in layers:
         if layer.nbytes == largest:
             unified.append(layer)
-        elif layer.kind != "recurrent" and largest % layer.nbytes == 0:
+        elif layer.kind not in FIXED_KINDS and largest % layer.nbytes == 0:
             block = layer.block * (largest // layer.nbytes)
             unified.append(replace(layer, block=block, padded=layer.padded and largest))
         elif layer.kind == "mla_attention":
@@ -164,9 +170,9 @@ def deal_equal_pages(layers: list[SizedLayer]) -> list[GroupDraft]:
 def pack_unlike_pages(layers: list[SizedLayer]) -> list[GroupDraft]:
     """Return groups whose blocks contain pages of different sizes next to each other.
 
-    Layers that need the same tokens form a set. A set with the same number of layers of each
-    page size can be divided into groups. The number of groups is chosen so that the fewest
-    pages of a block are unused. Recurrent states are divided into more groups, so that they
+    Layers that need the same tokens form a set. A set can be divided into groups if it has
+    equally many layers of each page size. The number of groups is chosen so that the fewest
+    pages of a block are unused. Recurrent states and rings are divided into more groups, so they
     do not make the block larger.
     """
     sets = [list(group.layers) for group in by_tokens(layers)]
@@ -182,7 +188,7 @@ def pack_unlike_pages(layers: list[SizedLayer]) -> list[GroupDraft]:
 
     def is_state(i: int) -> bool:
         kind = sets[i][0].kind
-        return kind == "recurrent" or (not each and kind in SLIDING_KINDS)
+        return kind in FIXED_KINDS or (not each and kind in SLIDING_KINDS)
 
     widest = max(
         _width(by_page[i], len(sets[i]) if is_state(i) else cuts(i)) for i in range(len(sets))
@@ -203,9 +209,9 @@ def pack_unlike_pages(layers: list[SizedLayer]) -> list[GroupDraft]:
     if sum(len(group.layers) for group in groups) < len(layers):
         raise AtlasError(
             Code.PAGES_NOT_UNIFIED,
-            "Layers with different page sizes cannot be divided evenly into groups",
+            "These layers have pages of different sizes, and cannot be divided into equal groups",
             got=f"sets of {', '.join(str(len(members)) for members in sets)} layers",
-            hint="Pass policy='atlas', which makes one group of the layers of each page size",
+            hint="Pass policy='atlas', which makes one group for each page size",
         )
     return [group for group in groups if group.layers]
 

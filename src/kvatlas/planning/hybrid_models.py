@@ -1,4 +1,4 @@
-"""`Hybrid`: a model with attention and recurrent states, and vLLM's plan of it as a yardstick."""
+"""`Hybrid`: a model with attention and recurrent layers, and `Yardstick`: vLLM's plan for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvatlas.planning.topology import check_vllm_topology
 
 
 class Yardstick:
-    """vLLM's plan for a request, with which other plans are compared."""
+    """vLLM's plan for a `PlanRequest`, with which other plans are compared."""
 
     def __init__(self, request: PlanRequest, layers: list[SizedLayer] | None = None) -> None:
         self.request = request
@@ -90,6 +90,7 @@ class Hybrid:
     request: PlanRequest
     attention: list[SizedLayer]
     states: list[SizedLayer]
+    rings: list[SizedLayer]
     layout: Layout
     orders: tuple[str, ...]
     size: BlockSize
@@ -106,7 +107,7 @@ class Hybrid:
         request = self.request
         step = request.block_size or smallest_common_block(self.backends, DEFAULT_BLOCK)
         step = lcm(step, checkpoint_multiple(request))
-        layers, theirs = [*self.attention, *self.states], self.theirs.draft
+        layers, theirs = [*self.attention, *self.states, *self.rings], self.theirs.draft
         return SharedBlockSearch(request, layers, step=step, theirs=theirs)
 
     @property
@@ -119,7 +120,7 @@ class Hybrid:
         """Whether a page can hold either several attention layers or one recurrent state."""
         striped = not self.layout.page_contiguous and not self.layout.block_outermost
         uniform = alike(self.attention) and alike(self.states)
-        return uniform and not (striped and self.attention[0].page.heads > 1)
+        return uniform and not self.rings and not (striped and self.attention[0].page.heads > 1)
 
     @property
     def most_packed(self) -> int:
@@ -133,7 +134,7 @@ class Hybrid:
 
     @property
     def packed_step(self) -> int:
-        """The number of tokens of which the block size of a packed plan is a multiple."""
+        """A number of tokens. The block size of a packed plan is a multiple of it."""
         step = kernel_multiple(self.request, self.request.block_size or DEFAULT_BLOCK)
         return lcm(step, checkpoint_multiple(self.request))
 

@@ -1,4 +1,4 @@
-"""Drafts of a hybrid whose attention layers are packed: `pack=N`, and layouts that need it."""
+"""Drafts of plans in which a page holds several attention layers of a hybrid (`pack=N`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def plural(number: int, word: str) -> str:
 
 
 def packs(hybrid: Hybrid) -> Iterator[PlanDraft]:
-    """Yield drafts whose pages hold one or more attention layers, the smallest blocks first."""
+    """Yield drafts that differ in the number of attention layers per page, small blocks first."""
     if not hybrid.can_pack:
         return
     drafts: dict[int, PlanDraft] = {}
@@ -56,10 +56,11 @@ def packed(hybrid: Hybrid, pack: int) -> PlanDraft:
 
 
 def packed_to_run(hybrid: Hybrid, pack: int) -> PlanDraft:
-    """Return a draft of `pack` that vLLM can run: one state per `pack` attention layers.
+    """Return a draft that vLLM can run, with one recurrent state per `pack` attention layers.
 
-    Pages are rounded up, so that attention fills them, or down, so that states do. The result is
-    the draft that fits more requests of `max_len` tokens.
+    Two block sizes are tried: one at which `pack` attention layers take at least the bytes of a
+    state, and one at which they take fewer. The result is the draft that fits more requests of
+    `max_len` tokens.
     """
     per_token, step = pack * hybrid.token, hybrid.packed_step
     fewest = hybrid.largest_state // (step * per_token) * step
@@ -72,7 +73,7 @@ def packed_to_run(hybrid: Hybrid, pack: int) -> PlanDraft:
     if not drafts:
         raise AtlasError(
             Code.BAD_PACK,
-            "The kernels of the model's backends read no block of this pack without splitting it",
+            "This pack needs a block size that the kernels of the model's backends do not support",
             got=f"pack={pack}, which gives blocks of {' or '.join(map(str, sorted(sizes)))} tokens",
             hint="Pass another pack=, or another backend=",
         )
@@ -80,7 +81,11 @@ def packed_to_run(hybrid: Hybrid, pack: int) -> PlanDraft:
 
 
 def _whole_states(hybrid: Hybrid, pack: int, block: int) -> PlanDraft:
-    """Return a draft with one group of attention, and one state for `pack` attention layers."""
+    """Return a draft with blocks of `block` tokens, in which states are not split.
+
+    All attention layers form one group. A block of states has one state per `pack` attention
+    layers.
+    """
     attention, states = hybrid.attention, hybrid.states
     each = ceil_div(len(attention), pack)
     groups = ceil_div(len(states), each)
@@ -98,7 +103,10 @@ def _whole_states(hybrid: Hybrid, pack: int, block: int) -> PlanDraft:
 
 
 def _requests(hybrid: Hybrid, draft: PlanDraft) -> float:
-    """Return how many requests of `max_len` tokens fit in a draft, while they decode."""
+    """Return how many decoding requests of `max_len` tokens fit in a draft.
+
+    If none fits, the result is negative: minus the least memory that one request needs.
+    """
     longest = np.array([hybrid.request.max_len])
     try:
         return float(capacity_of(hybrid.request, draft).requests(longest, DECODING)[0])

@@ -50,9 +50,10 @@ class PoolDraft:
     states: bool = False
     """Whether this is a separate pool of recurrent states, sized by the number of requests."""
     interleaved: bool = True
-    """Whether kernel blocks of different layers may be interleaved, to give them one stride."""
+    """Whether the kernel blocks of different layers may alternate in a block. They then have one
+    stride in the whole pool."""
     rounds_sum: bool = False
-    """Whether the bytes of a block are the sum of its pages, rounded up, in every layout."""
+    """Whether the sum of a block's pages is rounded up, instead of each page, in every layout."""
 
     def on(self, stages: dict[str, int], stage: int) -> PoolDraft:
         """Return this draft with only the layers of pipeline stage `stage`.
@@ -117,7 +118,7 @@ class PlanDraft:
 
 
 class Spot(NamedTuple):
-    """Layers of a group with the same kind of page, and their position in the pool."""
+    """Layers of a group with the same kind of page, and the position of their pages in the pool."""
 
     layers: Sequence[SizedLayer]
     position: PoolPosition
@@ -143,7 +144,7 @@ def blocks_held(layer: SizedLayer, request: PlanRequest, block: int | None = Non
 
 
 def make_plan(request: PlanRequest, draft: PlanDraft, *, policy: str) -> Plan:
-    """Build the plan that a draft describes; the plan records the name `policy`."""
+    """Build the plan that a draft describes. `policy` is the name of the policy in the plan."""
     drafts, stages = draft.pools, draft.stages(request)
     counts = divide_memory(request, drafts, stages)
     warnings = list(request.model.warnings)
@@ -232,15 +233,12 @@ def _least_blocks(needs: Sequence[int], named: Sequence[int | None]) -> list[int
 
 
 def least_memory(request: PlanRequest, draft: PlanDraft) -> int:
-    """Return the least memory with which a draft fits one request of `max_len` tokens.
-
-    The result is in bytes per rank.
-    """
+    """Return the least bytes per rank with which a request of `max_len` tokens fits in a draft."""
     return _least_memory(request, draft.pools, draft.stages(request))
 
 
 def longest_request(request: PlanRequest, draft: PlanDraft) -> int:
-    """Return the tokens of the longest request that a draft fits in the memory; 0 if none fits."""
+    """Return the tokens of the longest request that fits in a draft's plan; 0 if none fits."""
     return _longest_request(request, draft.pools, draft.stages(request))
 
 
@@ -272,7 +270,7 @@ def _longest_request(
 def not_enough(
     request: PlanRequest, needed: int, longest: int, *, states: bool = False
 ) -> AtlasError:
-    """Return the error for too little memory; `needed` is the minimum, in bytes per rank.
+    """Return the error for a plan that needs at least `needed` bytes of memory per rank.
 
     `longest` is the length in tokens of the longest request that fits; 0 if none does. If `states`
     is true, the message also mentions the separate pool of recurrent states.

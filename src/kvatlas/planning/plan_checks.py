@@ -7,8 +7,11 @@ V, can be a strided view; and blocks of different groups overlap only if they ha
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
+
+import msgspec
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Layout, Placement, validate
@@ -16,8 +19,9 @@ from kvatlas.geometry.integers import INT64_MAX
 from kvatlas.geometry.validation import keeps_to_its_blocks
 from kvatlas.models import Layer
 from kvatlas.planning.plan_data import PlanData
-from kvatlas.planning.plan_parts import Group, Region
+from kvatlas.planning.plan_parts import FieldPlacement, Group, Pool, Region
 from kvatlas.planning.sized_layers import (
+    FIXED_KINDS,
     FULL_KINDS,
     LOCAL_KINDS,
     Kind,
@@ -39,7 +43,7 @@ MOST_SPECS = 256
 _FAR = 1 << 62
 _ELEMENT = 64
 """A multiple of the size of every element, in bytes."""
-_PARTIAL = (*LOCAL_KINDS, "cross_attention")
+_PARTIAL = (*LOCAL_KINDS, "cross_attention", "ring")
 """Kinds that do not keep all tokens of a request; their specs define which tokens they keep."""
 
 
@@ -70,16 +74,19 @@ def check_plan(plan: PlanData) -> None:
                 f"group {region.group} in pool {home[1]}, but stage {region.stage} has no such pool"
             )
         _check_region(plan, region)
-        placed = region.placement(plan.tp, pools[home].blocks)
-        _check_views(plan, region, placed, viewed)
-        placed_in_pool.setdefault(home, []).append((region, placed))
+        stored = region.stored(plan.tp, pools[home].blocks)
+        _check_views(plan, region, stored, viewed)
         key = f"{region.layers[0].name}, part {region.part(0)}"
-        placed_in_group.setdefault((region.stage, region.group), {})[key] = placed
+        for what, placed in stored.items():
+            placed_in_pool.setdefault(home, []).append((region, placed))
+            name = f"{key}, field {what}" if region.apart else key
+            placed_in_group.setdefault((region.stage, region.group), {})[name] = placed
     _check_layers(plan)
     _check_groups(plan)
     for (stage, index), placements in placed_in_group.items():
         validate(placements, size=pools[stage, plan.groups[index].pool].nbytes, holes=True)
     for home, regions in placed_in_pool.items():
+        _check_segments(pools[home], regions)
         _refuse_mixed_blocks(regions, pools[home].blocks)
 
 
@@ -157,6 +164,8 @@ def _check_region(plan: PlanData, region: Region) -> None:
             f"a page of {region.page_bytes} bytes; its {split} kernel blocks have "
             f"{page.nbytes} bytes each"
         )
+    if region.fields is not msgspec.UNSET:
+        _check_fields(plan, region, region.fields)
     for index in _unlike_layers(region):
         name, spec = region.layers[index].name, region.layers[index].spec
         own = page_of(spec, region.kernel_block, plan.tp * region.splits)
@@ -171,6 +180,44 @@ def _check_region(plan: PlanData, region: Region) -> None:
             raise _bad_plan(f"layer {name}, whose window, chunk or source differs from its group")
         if plan.dcp > 1:
             _check_tokens(plan, group, name, spec.replicas(plan.tp))
+
+
+def _check_fields(plan: PlanData, region: Region, placed: tuple[FieldPlacement, ...]) -> None:
+    """Check the placements of fields that are stored apart."""
+    if region.splits > 1 or region.kernel_block != region.block:
+        raise _bad_plan(
+            f"fields apart in a region with states split into {region.splits} parts and kernel "
+            f"blocks of {region.kernel_block} of {region.block} tokens; only whole states and "
+            "blocks can have fields apart"
+        )
+    names = [own.name for own in placed]
+    for index in _unlike_layers(region):
+        page, layer = region.first_page(plan.tp, index), region.layers[index].name
+        needed = [field for field in page.fields if not field.padding]
+        if sorted(names) != sorted(field.name for field in needed):
+            raise _bad_plan(
+                f"placements of {names[:8]} for layer {layer}, whose fields are "
+                f"{[field.name for field in needed]}"
+            )
+        for own in placed:
+            field = page.field(own.name)
+            lengths = {len(own.axes), len(own.sizes), len(own.strides)}
+            if len(lengths) > 1 or not own.describes(field):
+                raise _bad_plan(
+                    f"field {own.name} of layer {layer} with axes {own.axes[:8]} of sizes "
+                    f"{own.sizes[:8]}; its page has {field.sizes}"
+                )
+        nbytes = sum(field.nbytes for field in needed)
+        if region.page_bytes != nbytes:
+            raise _bad_plan(f"a page of {region.page_bytes} bytes with fields of {nbytes} bytes")
+    first = placed[0]
+    if (region.offset, region.page_stride, region.block_stride) != (
+        first.offset,
+        first.page_stride,
+        first.block_stride,
+    ):
+        raise _bad_plan(f"a region whose offset or strides differ from those of {first.name}")
+    Layout(region.layout)
 
 
 def _may_join(kind: Kind, group: Kind) -> bool:
@@ -193,31 +240,41 @@ def _check_tokens(plan: PlanData, group: Group, layer: str, replicas: int) -> No
         raise _bad_plan(
             f"dcp {plan.dcp} with layer {layer} of kind {group.kind}, which needs dcp 1"
         )
-    if group.kind != "recurrent" and replicas < plan.dcp:
+    if group.kind not in FIXED_KINDS and replicas < plan.dcp:
         got = f"dcp {plan.dcp}, but only {replicas} rank(s) hold the same heads of layer {layer}"
         raise _bad_plan(got)
 
 
 def _check_views(
-    plan: PlanData, region: Region, placed: Placement, viewed: set[tuple[object, ...]]
+    plan: PlanData,
+    region: Region,
+    stored: dict[str, Placement],
+    viewed: set[tuple[object, ...]],
 ) -> None:
     """Check that every field of a region, such as K or V, can be an aligned strided view.
 
     `viewed` records the regions checked so far, so that equivalent ones are not checked again.
     """
     specs = tuple(dict.fromkeys(layer.spec for layer in region.layers))
-    size, first = (region.page_bytes, region.kernel_block, region.splits), placed.offset % _ELEMENT
-    alike = (specs, size, placed.axes, placed.sizes, placed.strides, first)
+    size = (region.page_bytes, region.kernel_block, region.splits)
+    alike = (specs, size, *map(_form, stored.values()))
     if alike in viewed:
         return
     viewed.add(alike)
     for index in _unlike_layers(region):
         page = region.first_page(plan.tp, index)
-        for field in page.fields:
-            seen = page.view(placed, field.name)
+        views = stored
+        if not region.apart:
+            views = {f.name: page.view(stored["pages"], f.name) for f in page.fields}
+        for name, seen in views.items():
             if any(step % seen.item for step in (seen.offset, *seen.strides)):
-                got = f"field {field.name} of layer {region.layers[index].name}, placed as {seen}"
+                got = f"field {name} of layer {region.layers[index].name}, placed as {seen}"
                 raise AtlasError(Code.MISALIGNED, got=got, hint=_HINT)
+
+
+def _form(placed: Placement) -> tuple[object, ...]:
+    """Return a key that is equal for placements whose elements are equally aligned."""
+    return placed.axes, placed.sizes, placed.strides, placed.offset % _ELEMENT
 
 
 def _unlike_layers(region: Region) -> Iterator[int]:
@@ -282,6 +339,40 @@ def _check_groups(plan: PlanData) -> None:
             )
 
 
+def _check_segments(pool: Pool, regions: list[tuple[Region, Placement]]) -> None:
+    """Check that segments ascend with gaps between them, and that each contains whole placements.
+
+    A placement is that of the pages of one layer, or of one of its fields.
+    """
+    if pool.segments is msgspec.UNSET:
+        return
+    if not 1 <= len(pool.segments) <= MOST_PAGES:
+        raise _bad_plan(
+            f"a pool with {len(pool.segments):,} segments; a pool with segments must have 1 to "
+            f"{MOST_PAGES:,}"
+        )
+    end = -1
+    for segment in pool.segments:
+        if segment.offset <= end or segment.nbytes < 1:
+            raise _bad_plan(
+                f"a segment of {segment.nbytes} bytes at byte {segment.offset}, after byte {end}; "
+                "segments must ascend with gaps between them"
+            )
+        end = segment.offset + segment.nbytes
+    if end > pool.nbytes:
+        raise _bad_plan(f"a segment that ends at byte {end} of a pool of {pool.nbytes} bytes")
+    firsts = [segment.offset for segment in pool.segments]
+    for region, placed in regions:
+        for index, layer in enumerate(region.layers):
+            own = placed.select("L", index)
+            segment = pool.segments[max(0, bisect_right(firsts, own.offset) - 1)]
+            if not segment.offset <= own.offset <= own.stop <= segment.offset + segment.nbytes:
+                raise _bad_plan(
+                    f"layer {layer.name} in bytes {own.offset} to {own.stop}, which are not in one "
+                    "segment of its pool"
+                )
+
+
 def _refuse_mixed_blocks(regions: list[tuple[Region, Placement]], blocks: int) -> None:
     """Raise an error if blocks of different groups overlap although their ids differ.
 
@@ -291,10 +382,11 @@ def _refuse_mixed_blocks(regions: list[tuple[Region, Placement]], blocks: int) -
         return
     cell = regions[0][0].block_stride
     for region, placed in regions:
-        whole = placed.fold("B", "k", into="B") if "k" in placed.axes else placed
         split = region.block // region.kernel_block
+        whole = placed.fold("B", "k", into="B") if split > 1 else placed
         kept = keeps_to_its_blocks(whole, cell // split, blocks * split)
-        if region.block_stride != cell or not kept:
+        stride = region.block_stride if not region.apart or blocks == 1 else placed.stride("B")
+        if stride != cell or not kept:
             name = region.layers[0].name
             raise _bad_plan(
                 f"a block of {name} that overlaps a block with a different id in another group"

@@ -9,6 +9,7 @@ import msgspec
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import natural, positive
 from kvatlas.planning.plan_parts import Group, Pool, Region, blocks_taken
+from kvatlas.specs import Ring
 
 DECODING = 1
 """The number of tokens in flight of a request that decodes."""
@@ -95,6 +96,13 @@ class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def pools_by_stage(self) -> dict[tuple[int, int], Pool]:
         """Pools by (pipeline stage, index)."""
         return {(pool.stage, pool.index): pool for pool in self.pools}
+
+    @cached_property
+    def rings(self) -> dict[str, Ring]:
+        """The rings of the plan without duplicates, each under the name of a layer that has it."""
+        layers = (layer for region in self.regions for layer in region.layers)
+        names = {layer.spec: layer.name for layer in layers if isinstance(layer.spec, Ring)}
+        return {name: spec for spec, name in names.items()}
 
     # -- capacity -------------------------------------------------------------------
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from kvatlas.geometry import Page, Placement, PoolPosition
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import Field, Page, Placement, PoolPosition
 from kvatlas.geometry.integers import Whole, at_most, ceil_div
 from kvatlas.models import Layer
-from kvatlas.planning.sized_layers import FULL_KINDS, SLIDING_KINDS, Kind, page_of
+from kvatlas.planning.sized_layers import FIXED_KINDS, FULL_KINDS, SLIDING_KINDS, Kind, page_of
 from kvatlas.specs import Spec, Visibility
 
 
@@ -23,9 +27,9 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     pool: int
     """The index of the pool that provides the group's blocks."""
     window: int | None = None
-    """Size of the window or chunk in tokens; None if the layers have neither."""
+    """Size of the window, chunk or, for a ring, group in tokens; None if the layers have none."""
     held: int = 1
-    """For recurrent layers, the number of blocks that a request of any length holds."""
+    """For recurrent layers and rings, the number of blocks that a request of any length holds."""
     source: int = 0
     """For cross-attention, the number of encoder tokens."""
     mixed: bool = False
@@ -59,7 +63,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """
         if self.kind in SLIDING_KINDS:
             return Visibility(window=self.window)
-        if self.kind == "chunked_local_attention":
+        if self.kind in ("chunked_local_attention", "ring"):
             return Visibility(chunk=self.window)
         if self.kind == "cross_attention":
             return Visibility(causal=False, source=self.source)
@@ -72,7 +76,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         scheduled but not computed. With decode context parallelism, tokens are divided over `dcp`
         ranks.
         """
-        if self.kind == "recurrent":
+        if self.kind in FIXED_KINDS:
             return length * 0 + self.held
         if self.kind == "cross_attention":
             return length * 0 + ceil_div(self.source, self.block)
@@ -105,8 +109,15 @@ def blocks_taken(
     return taken
 
 
+class PoolSegment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of several allocations of a pool: its range of the pool's offsets."""
+
+    offset: int
+    nbytes: int
+
+
 class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One allocation on every rank of a pipeline stage."""
+    """One allocation on every rank of a pipeline stage, or several if it has segments."""
 
     stage: int
     index: int = 0
@@ -115,11 +126,77 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The number of blocks."""
     block_bytes: int
     """Bytes per block."""
+    segments: tuple[PoolSegment, ...] | msgspec.UnsetType = msgspec.UNSET
+    """The allocations of a pool that has several, for example one for each tensor of an engine.
+    They ascend and have gaps between them, so that no run of a route extends over two of them. Each
+    layer's pages, or each of its fields, are in one segment."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes to allocate for the pool on each rank."""
+        """Bytes to allocate for the pool on each rank; with segments, the range of its offsets."""
         return self.blocks * self.block_bytes
+
+    def locate(self, offsets: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return, for offsets in the pool, the index of the segment and the offset in the segment.
+
+        Add the offset in the segment to the segment's address to get the address of a run.
+
+        >>> parts = (PoolSegment(offset=0, nbytes=64), PoolSegment(offset=128, nbytes=64))
+        >>> Pool(stage=0, blocks=2, block_bytes=96, segments=parts).locate([16, 130])
+        (array([0, 1]), array([16,  2]))
+        """
+        starts = np.asarray(offsets, dtype=np.int64)
+        if self.segments is msgspec.UNSET:
+            return np.zeros_like(starts), starts
+        first = np.array([segment.offset for segment in self.segments], dtype=np.int64)
+        stops = np.array([s.offset + s.nbytes for s in self.segments], dtype=np.int64)
+        index = np.searchsorted(first, starts, side="right") - 1
+        if starts.size and (index.min() < 0 or (starts >= stops[index]).any()):
+            problem = "An offset is in no segment of the pool"
+            hint = "Pass offsets of runs that a route of this plan returns"
+            raise AtlasError(Code.OUT_OF_RANGE, problem, got=offsets, hint=hint)
+        return index, starts - first[index]
+
+
+class FieldPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The position of one field of a region's layers in their pool.
+
+    Regions list these if their fields are stored apart, for example K and V in two tensors. The
+    axes are those of the field in the layer's page. An axis C may be divided into tiles C and c,
+    and the states of a block into groups: k counts the groups, N the states of a group.
+    """
+
+    name: str
+    offset: int
+    """Bytes from the start of the pool to the field's first element in the first page."""
+    page_stride: int
+    """Bytes between two layers."""
+    block_stride: int
+    """Bytes between two blocks."""
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Bytes between two coordinates of each axis."""
+
+    def placement(self, pages: int, blocks: int, item: int) -> Placement:
+        """Return the placement in `pages` layers and `blocks` blocks, with axes L and B first.
+
+        `item` is the number of bytes of an element.
+        """
+        sizes, strides = (pages, blocks), (self.page_stride, self.block_stride)
+        axes = ("L", "B", *self.axes)
+        return Placement(axes, (*sizes, *self.sizes), (*strides, *self.strides), self.offset, item)
+
+    def describes(self, field: Field) -> bool:
+        """Return whether the axes and sizes are those of `field`, divided into tiles or not."""
+        names = {axis.name for axis in field.axes} - {"c"}
+        tiles = {"c": "C", "k": "N"}
+        whole = names & ({"C", "N"} - {field.sharding.axis})
+        sizes: dict[str, int] = {}
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            outer = tiles[axis] if tiles.get(axis) in whole else axis
+            sizes[outer] = sizes.get(outer, 1) * size
+        return sizes == field.sizes and names <= set(self.axes)
 
 
 class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -145,9 +222,18 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Number of parts into which a layer's state is split by heads; each has a separate page."""
     parts: tuple[int, ...] = ()
     """If states are split, the part of the state that each page along L holds."""
+    fields: tuple[FieldPlacement, ...] | msgspec.UnsetType = msgspec.UNSET
+    """The position of each field if the fields of a page are stored apart. `layout`, `offset`,
+    `page_stride` and `block_stride` are then those of the first field, and `page_bytes` are the
+    bytes of all fields."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether the fields of a page are stored apart, so that no placement covers a page."""
+        return self.fields is not msgspec.UNSET
 
     def part(self, index: int) -> int:
-        """Return which part of a state is stored in page `index`; 0 if states are not split."""
+        """Return the index of the state part in page `index`; 0 if states are not split."""
         return self.parts[index] if self.parts else 0
 
     def page(self, tp: int, rank: int = 0, index: int = 0) -> Page:
@@ -166,15 +252,23 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self._page(tp, index, 0)
 
     def _page(self, tp: int, index: int, shard: int) -> Page:
-        padded = self.page_bytes if self.kernel_block == self.block else None
+        whole = self.kernel_block == self.block and not self.apart
+        padded = self.page_bytes if whole else None
         return page_of(self.layers[index].spec, self.kernel_block, tp * self.splits, shard, padded)
 
     def placement(self, tp: int, blocks: int) -> Placement:
         """Return the offset, sizes and strides of all layers' pages in a pool of `blocks` blocks.
 
         The axes are L (layer), B (block), H (head), N (state, usually one token) and C (bytes), and
-        k (kernel block in a block) if a block has several.
+        k (kernel block in a block) if a block has several. Raises an error if the fields of the
+        pages are stored apart.
         """
+        if self.fields is not msgspec.UNSET:
+            raise AtlasError(
+                Code.FIELDS_APART,
+                got=f"{self.layers[0].name}, with {', '.join(f.name for f in self.fields)} apart",
+                hint="Use the placement of each field, which Plan.view returns",
+            )
         split = self.block // self.kernel_block
         placed = _placed(
             self.first_page(tp),
@@ -184,6 +278,30 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             PoolPosition(self.offset, self.page_stride, self.block_stride // split),
         )
         return placed if split == 1 else placed.split("B", into=("B", "k"), inner=split)
+
+    def stored(self, tp: int, blocks: int) -> dict[str, Placement]:
+        """Return the placements that together cover the region, by name.
+
+        It is one placement of all pages, named `pages`, or one for each field.
+        """
+        if self.fields is msgspec.UNSET:
+            return {"pages": self.placement(tp, blocks)}
+        return self.views(tp, blocks)
+
+    def views(self, tp: int, blocks: int, index: int = 0) -> dict[str, Placement]:
+        """Return the placement of each field of `layers[index]`'s page, in all pages, by name.
+
+        The axes are L, B and the axes of the field.
+        """
+        page = self.first_page(tp, index)
+        if self.fields is msgspec.UNSET:
+            placed = self.placement(tp, blocks)
+            return {field.name: page.view(placed, field.name) for field in page.fields}
+        pages = len(self.layers)
+        return {
+            own.name: own.placement(pages, blocks, page.field(own.name).dtype.item)
+            for own in self.fields
+        }
 
 
 @lru_cache(maxsize=1024)

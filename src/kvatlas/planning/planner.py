@@ -98,7 +98,7 @@ def plan(
     if name != "atlas" and pack not in ("auto", 1):
         raise AtlasError(
             Code.BAD_PACK,
-            "Only policy atlas supports pack",
+            "Only policy 'atlas' supports the option `pack`",
             got=f"pack={pack} with policy={policy!r}",
             hint="Omit pack=, or pass policy='atlas'",
         )
@@ -160,9 +160,9 @@ def _engine_rules(runs_on: object, policy: str, *, apart: bool) -> EngineRules:
         raise AtlasError(Code.UNKNOWN_POLICY, problem, got=repr(runs_on), hint=hint)
     if policy != "atlas" or apart:
         got = f"policy={policy!r}" if policy != "atlas" else "a separate pool of states"
-        problem = "runs_on selects among plans of policy atlas with one pool"
+        problem = "The option `runs_on` requires policy 'atlas' and one pool for all groups"
         hint = "Omit runs_on=, or omit policy=, states= and requests="
-        raise AtlasError(Code.CONTRADICTORY, problem, got=f"runs_on with {got}", hint=hint)
+        raise AtlasError(Code.CONTRADICTORY, problem, got=f"`runs_on` with {got}", hint=hint)
     return rules
 
 
@@ -192,7 +192,10 @@ _UNSOUND = {
 def _order_refused(
     request: PlanRequest, maker: Callable[[PlanRequest], Plan], refusal: AtlasError
 ) -> AtlasError:
-    """Return the error for a layout that does not work; its hint lists layouts that do."""
+    """Return the error for a requested layout. Its hint lists layouts that work.
+
+    `refusal` is the error with which planning in the requested layout failed.
+    """
     orders = []
     for order in EVERY_ORDER:
         with suppress(AtlasError):
@@ -211,7 +214,7 @@ def _order_refused(
 def _check_word(option: str, word: object, words: tuple[str, ...]) -> None:
     if not isinstance(word, str) or word not in words:
         problem, hint = (
-            f"{option} has an unknown value",
+            f"The option `{option}` has an unknown value",
             f"Use one of {', '.join(map(repr, words))}",
         )
         raise AtlasError(Code.UNKNOWN_POLICY, problem, got=repr(word), hint=hint)

@@ -6,9 +6,9 @@ JSON and back, and it is validated whenever it is made or read.
 - A **group** is a set of layers that share one block table.
 - A **pool** is one allocation on the ranks of a pipeline stage. The groups in it overlay each
   other, because a block id belongs to one group at a time.
-- A **region** is the position in a pool of layers of a group that have the same kind of page:
-  a layout, an offset, and the strides of pages and blocks. Every tensor-parallel rank of a
-  stage has the same regions, with different heads and rows in them.
+- A **region** contains the layers of a group that have the same kind of page. It specifies the
+  position of these pages in a pool: a layout, an offset, and the strides of pages and blocks.
+  Every tensor-parallel rank of a stage has the same regions, with different heads and rows.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from kvatlas.specs import Spec
 LARGEST_JSON = 4 << 20
 """Limit on the bytes of a plan in JSON; plans of real models have at most 150,000 bytes."""
 
-VERSION = 1
-"""The version of the JSON format. Version 1 has no `version` field, so that the same plan has the
-same bytes and the same hash in every release that reads it. Later versions record their number in
-`version` if they contain something that an older reader must not ignore."""
+VERSION = 2
+"""The newest version of the JSON format. Version 1 has no `version` field, so that the same plan
+has the same bytes and the same hash in every release that reads it. Later versions record their
+number in `version` if they contain something that an older reader must not ignore. Plans with
+regions whose fields are stored apart, or pools with segments, are of version 2; all others are of
+version 1."""
 
 
 class _PlanVersion(msgspec.Struct):
@@ -88,7 +90,9 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
 
     def to_json(self) -> bytes:
         """Return the plan as JSON."""
-        return msgspec.json.encode(self)
+        text = msgspec.json.encode(self)
+        version = _version(self)
+        return text if version == 1 else b'{"version":%d,' % version + text[1:]
 
     def without_notes(self) -> Plan:
         """Return the plan without its reasons and warnings, which are prose for the user.
@@ -117,10 +121,10 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
             version = check_plan_version(text)
             _check_outline(text)
             if version is None:
-                return msgspec.json.decode(text, type=cls)
+                return _of_version(msgspec.json.decode(text, type=cls), 1)
             fields = msgspec.json.decode(text)
             del fields["version"]
-            return msgspec.convert(fields, type=cls)
+            return _of_version(msgspec.convert(fields, type=cls), version)
         except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as problem:
             hint = "Create the plan again with this version of kvatlas"
             cause = problem.__cause__
@@ -186,7 +190,7 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
 
         The axes are B (block), H (head), N (state, usually one token) and C (bytes), and k (kernel
         block in a block) if a block has several. If the layer's state is split, only the pages of
-        part `part` are included.
+        part `part` are included. Raises an error if the fields of the layer are stored apart.
         """
         region, index = self.region_of(layer, part)
         return region.placement(self.tp, self.pool_of(layer).blocks).select("L", index)
@@ -196,7 +200,12 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
 
         If the layer's state is split, the field of part `part` is returned.
         """
-        return self.page(layer, part=part).view(self.placement(layer, part), field)
+        region, index = self.region_of(layer, part)
+        if not region.apart:
+            return self.page(layer, part=part).view(self.placement(layer, part), field)
+        self.page(layer).field(field)  # raises an error if there is no such field
+        views = region.views(self.tp, self.pool_of(layer).blocks, index)
+        return views[field].select("L", index)
 
     def spec(self, layer: str) -> Spec:
         """Return the spec of a layer.
@@ -250,12 +259,14 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
 
 
 def check_plan_version(text: bytes | str) -> int | None:
-    """Return the `version` field of a plan's JSON, None if absent; raise an error if it is too new.
+    """Return the `version` field of a plan's JSON; None if it is absent.
 
-    >>> check_plan_version('{"version": 2, "pools_on": "another planet"}')
+    Raises an error if this version of kvatlas cannot read plans of that version.
+
+    >>> check_plan_version('{"version": 3, "pools_on": "another planet"}')
     Traceback (most recent call last):
     kvatlas.errors.AtlasError: The plan's format is too new for this version of kvatlas. \
-Got version 2; this version of kvatlas reads versions up to 1. \
+Got version 3; this version of kvatlas reads versions up to 2. \
 Upgrade kvatlas, or create the plan again with this version. [unlike_versions]
     """
     version = msgspec.json.decode(text, type=_PlanVersion).version
@@ -265,6 +276,21 @@ Upgrade kvatlas, or create the plan again with this version. [unlike_versions]
         got = f"version {version}; this version of kvatlas reads versions up to {VERSION}"
         raise AtlasError(Code.UNLIKE_VERSIONS, problem, got=got, hint=hint)
     return version
+
+
+def _version(plan: Plan) -> int:
+    """Return the oldest version of the JSON format that contains a plan."""
+    in_segments = any(pool.segments is not msgspec.UNSET for pool in plan.pools)
+    return 2 if in_segments or any(region.apart for region in plan.regions) else 1
+
+
+def _of_version(plan: Plan, version: int) -> Plan:
+    """Return `plan`, which was read from JSON of `version`; raise an error if it is a newer one."""
+    if version < _version(plan):
+        got = f"fields apart or segments in a plan of version {version}; they need version 2"
+        hint = "Create the plan again with this version of kvatlas"
+        raise AtlasError(Code.BAD_PLAN, got=got, hint=hint)
+    return plan
 
 
 def checked_plan(given: Any) -> Plan:

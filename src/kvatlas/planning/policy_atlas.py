@@ -1,18 +1,18 @@
 """Policy `atlas`, the default: never worse than vLLM's plan, with the smallest blocks.
 
 The promise: for every request length, while prefilling and while decoding, the plan fits at
-least 99% of the requests that vLLM's plan fits. vLLM's plan is always a candidate. The plans
-differ in three cases:
+least 99% of the requests that vLLM's plan fits. vLLM's plan is always a candidate. The two
+plans differ in three cases:
 
 - **Hybrids.** vLLM makes a page of one attention layer large enough for a whole recurrent
   state, so a block has thousands of tokens. Here a block holds either many attention layers
-  for few tokens, or several states, or parts of states that are split by heads. Of the block
-  sizes that keep the promise, the smallest is used; of equals, the one with the least padding.
-  Attention and states share one pool. A separate pool of states would fix the number of
+  for few tokens, or several states, or parts of states that are split by heads. The smallest
+  block size that keeps the promise is used; among blocks of this size, the one with the least
+  padding. Attention and states share one pool. A separate pool of states would fix the number of
   requests, so it is used only if the caller asks for it (`states="apart"`, `requests=`) or no
   block can hold both. `pack=N` packs N attention layers into each page instead.
-  `runs_on=` demands a plan that vLLM can run: states are whole, in one pool, blocks are those that
-  kernels read, and the promise ends at `max_len`, because the engine accepts no longer request.
+  `runs_on=` demands a plan that vLLM can run. It has one pool, whole states and blocks that kernels
+  read. Its promise ends at `max_len`, because the engine accepts no longer request.
 - **Layouts.** Groups with different pages can overlay each other in any block-outermost
   layout, because a block id belongs to one group at a time. If the caller requests a layout
   that would interleave the blocks of different pages, each group gets a separate pool.
@@ -56,7 +56,7 @@ from kvatlas.planning.plans import Plan
 from kvatlas.planning.policy_vllm import draft_vllm
 from kvatlas.planning.request import PlanRequest
 from kvatlas.planning.shared_blocks import MOST_TABLES, SharedBlock
-from kvatlas.planning.sized_layers import SizedLayer, size_layers
+from kvatlas.planning.sized_layers import FIXED_KINDS, SizedLayer, size_layers
 
 _MOST_TRIES = 16
 """Number of drafts with shared blocks to try before the planner falls back to vLLM's plan."""
@@ -73,12 +73,13 @@ def plan_atlas(request: PlanRequest) -> Plan:
     orders = tuple(order for order in orders if order in (*ANY_ORDER, layout.order))
     if hybrid:
         states = [layer for layer in layers if layer.kind == "recurrent"]
-        attention = [layer for layer in layers if layer.kind != "recurrent"]
-        return _plan_hybrid(Hybrid(request, attention, states, layout, orders, size))
+        rings = [layer for layer in layers if layer.kind == "ring"]
+        attention = [layer for layer in layers if layer.kind not in FIXED_KINDS]
+        return _plan_hybrid(Hybrid(request, attention, states, rings, layout, orders, size))
     if request.pack not in ("auto", 1):
         raise AtlasError(
             Code.BAD_PACK,
-            "Only hybrids, which have both attention and recurrent layers, support pack",
+            "Only hybrids, which have attention and recurrent layers, support the option `pack`",
             got=f"pack={request.pack} for {request.model.name}",
             hint="Omit pack=",
         )
@@ -112,7 +113,7 @@ def _layout(
 
 
 def _shares_blocks(order: str, request: PlanRequest) -> bool:
-    """Return whether attention layers and recurrent states can share blocks in a layout.
+    """Return whether a block can hold either attention or recurrent states, in layout `order`.
 
     If the plan is for an engine, each page must also be contiguous.
     """
@@ -219,7 +220,7 @@ def _promise(request: PlanRequest, share: Share) -> str:
 
 
 def _shared_drafts(hybrid: Hybrid) -> Iterator[PlanDraft]:
-    """Yield drafts in which attention and states share blocks, the best first."""
+    """Yield drafts in which attention and recurrent states share blocks, the best first."""
     if hybrid.request.runs_on and not _shares_blocks(hybrid.layout.order, hybrid.request):
         return
     if not hybrid.layout.block_outermost:
@@ -243,7 +244,7 @@ def _largest(hybrid: Hybrid) -> int:
 
 
 def _vllms_own(hybrid: Hybrid) -> PlanDraft | None:
-    """Return the draft of vLLM's plan in the requested layout; None if there is no such plan."""
+    """Return vLLM's plan in the requested layout, as a draft; None if vLLM has no such plan."""
     request, theirs = hybrid.request, hybrid.theirs
     draft = theirs.draft
     if request.layout is not None:
@@ -259,12 +260,13 @@ def _vllms_own(hybrid: Hybrid) -> PlanDraft | None:
 
 
 def _shared(hybrid: Hybrid, block: SharedBlock) -> PlanDraft:
-    """Return a draft with one pool whose blocks hold either attention or states."""
+    """Return a draft with one pool, whose blocks hold either attention or recurrent states."""
     tokens, splits, theirs = block.tokens, block.splits, hybrid.theirs
     groups = hybrid.search.groups_of(block)
-    pack = max(len(g.layers) for g in groups if g.layers[0].kind != "recurrent")
+    kinds = [group.layers[0].kind for group in groups]
+    pack = max(len(g.layers) for g in groups if g.layers[0].kind not in FIXED_KINDS)
     fit = max(len(g.layers) for g in groups if g.layers[0].kind == "recurrent")
-    tables = sum(g.layers[0].kind != "recurrent" for g in groups)
+    tables = sum(kind not in FIXED_KINDS for kind in kinds)
     what, price = f"{fit} recurrent {plural(fit, 'state')}", ""
     if splits > 1:
         what = (
@@ -277,11 +279,22 @@ def _shared(hybrid: Hybrid, block: SharedBlock) -> PlanDraft:
         f"In this plan a block holds either {pack} of {len(hybrid.attention)} attention layers "
         f"for {tokens:,} tokens, or {what}. Attention uses {tables} block "
         f"{plural(tables, 'table')}, and the {len(hybrid.states)} recurrent layers use "
-        f"{len(groups) - tables}. The cost is the number of block tables{price}.",
+        f"{kinds.count('recurrent')}. {_ring_tables(hybrid, kinds.count('ring'))}The cost is the "
+        f"number of block tables{price}.",
         _what_stopped(hybrid, tokens),
     )
     pool = PoolDraft(groups, hybrid.layout, pack=pack)
     return hybrid.draft([pool], tokens, *reasons)
+
+
+def _ring_tables(hybrid: Hybrid, tables: int) -> str:
+    """Return a sentence about the block tables of rings; empty without rings."""
+    if not tables:
+        return ""
+    return (
+        f"The rings of {len(hybrid.rings)} layers use {tables} block {plural(tables, 'table')}, "
+        "each with one block per request. "
+    )
 
 
 def _what_stopped(hybrid: Hybrid, tokens: int) -> str:
@@ -313,5 +326,5 @@ def _states_apart(hybrid: Hybrid, why: str) -> PlanDraft:
         "running requests for the same pool."
     )
     rows = PoolDraft((GroupDraft(tuple(states), mixed=True),), Layout("BLHNC"), states=True)
-    pools = [*_pools(hybrid.attention, hybrid.layout), rows]
+    pools = [*_pools([*hybrid.attention, *hybrid.rings], hybrid.layout), rows]
     return hybrid.draft(pools, size.tokens, *size.reasons, hybrid.theirs.sentence, price)

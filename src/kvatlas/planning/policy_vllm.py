@@ -29,14 +29,14 @@ def plan_vllm(request: PlanRequest) -> Plan:
 
 
 def plan_uniform(request: PlanRequest) -> Plan:
-    """Return the plan of vLLM without its hybrid manager."""
+    """Return the plan that vLLM makes if its hybrid manager is disabled."""
     return make_plan(request, draft_vllm(request, uniform=True), policy=request.policy)
 
 
 def draft_vllm(
     request: PlanRequest, *, uniform: bool = False, layers: list[SizedLayer] | None = None
 ) -> PlanDraft:
-    """Return the draft of vLLM's plan.
+    """Return vLLM's plan as a draft: its pools and block size, before memory is divided.
 
     If `uniform` is true, layers with windows or chunks keep all tokens. `layers` are the model's
     layers at vLLM's block size, if the caller has them already.

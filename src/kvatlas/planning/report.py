@@ -14,14 +14,14 @@ from kvatlas.planning.sized_layers import FULL_KINDS, page_of
 
 
 class Padding(msgspec.Struct, frozen=True):
-    """The bytes that a request takes, and how many of them are padding."""
+    """The bytes of blocks that a request takes, and how many of these bytes are padding."""
 
     claimed: int
     """Bytes of all blocks of the request."""
     pages: int
     """Bytes of padding at the end of pages, which gives all pages the same size."""
     empty: int
-    """Bytes of blocks that no page of their group uses, including padding at the end of blocks."""
+    """Bytes of the request's blocks outside all pages of the group that uses the block."""
 
     @property
     def share(self) -> float:
@@ -46,9 +46,11 @@ def padding(plan: PlanData, length: int | None = None) -> Padding:
     pages = used = 0
     for region in plan.regions:
         count, nbytes = blocks[region.group], region.page_bytes * len(region.layers)
+        used += count * nbytes
+        if region.apart:
+            continue  # there is no padding between fields
         page = page_of(region.layers[0].spec, region.block, plan.tp)  # of a whole, unsplit state
         pages += count * (nbytes - page.unpadded * len(region.layers) // region.splits)
-        used += count * nbytes
     return Padding(claimed, pages, claimed - used)
 
 
@@ -93,7 +95,7 @@ def _pool(plan: PlanData, pool: Pool) -> dict[str, Any]:
         for n in (plan.in_flight, DECODING)
     )
     return {
-        **msgspec.structs.asdict(pool),
+        **msgspec.to_builtins(pool),
         "bytes": pool.nbytes,
         "requests_at_max_len": prefilling and round(prefilling, 4),
         "requests_decoding": decoding and round(decoding, 4),
@@ -141,7 +143,7 @@ def _member(plan: PlanData, group: Group, region: Region) -> dict[str, Any]:
         "block_size": region.block,
         "kernel_block": region.kernel_block,
         "page_bytes": region.page_bytes,
-        "unpadded_page_bytes": page.unpadded,
+        "unpadded_page_bytes": region.page_bytes if region.apart else page.unpadded,
         "heads": page.heads,
         "states": page.states,
         "content_bytes": page.content,
@@ -196,7 +198,8 @@ def explain(plan: PlanData) -> str:
         )
     if reasons := obstacles(plan):
         lines.append(
-            f"No engine can run this plan: {'; '.join(reasons)}. runs_on='vllm' avoids it."
+            f"No engine can run this plan: {'; '.join(reasons)}. runs_on='vllm' (--runs-on vllm) "
+            "avoids it."
         )
     return "\n".join([*lines, *(f"Note: {warning}" for warning in plan.warnings)])
 
@@ -214,12 +217,16 @@ def _group_lines(plan: PlanData) -> list[str]:
             what = f"{pages} parts of {group.kind} layers"
         elif pages > layers:
             having.append(f"{pages} caches")
-        if group.window:
+        if group.kind == "ring":
+            having.append(f"the last, incomplete group of {group.window} tokens")
+        elif group.window:
             having.append(f"a window of {group.window:,} tokens")
         if having:
             what += f" with {' and '.join(having)}"
         takes = f"{size(each)} per token" if each else f"{size(fixed)} at most"
-        if group.window and not each:
+        if group.kind == "ring":
+            takes = f"{size(fixed)}, one block per request"
+        elif group.window and not each:
             takes += f" with {plan.in_flight:,} tokens in flight"
         text = f"{what}, blocks of {group.block} tokens; a request takes {takes}."
         by_text.setdefault(text, []).append(index)

@@ -1,7 +1,7 @@
 """Whether an engine can run a plan of policy atlas, and why not.
 
 vLLM takes the offsets and strides of a plan as they are, but it has one allocation, one block table
-per group of layers, and kernels that read a recurrent state as one piece. It splits blocks into
+per group of layers, and kernels that do not support split recurrent states. It splits blocks into
 kernel blocks only if the blocks of a layer are adjacent.
 """
 
@@ -15,7 +15,7 @@ from kvatlas.planning.plan_data import PlanData
 
 
 def obstacles(plan: PlanData) -> tuple[str, ...]:
-    """Return the reasons why no engine can run a plan, as phrases; empty if vLLM can run it.
+    """Return the reasons why vLLM cannot run a plan, as phrases; empty if it can.
 
     Plans of other policies describe what an engine does, so they have no obstacles.
 

@@ -25,12 +25,12 @@ from kvatlas.planning.placing import PlanDraft
 from kvatlas.planning.plan_data import DECODING
 from kvatlas.planning.plan_parts import Group, blocks_taken
 from kvatlas.planning.request import PlanRequest
-from kvatlas.planning.sized_layers import SizedLayer, page_of
+from kvatlas.planning.sized_layers import FIXED_KINDS, SizedLayer, page_of
 
 _SPLITS = (1, 2, 4, 8)
 """Numbers of parts into which a state may be split; each part needs a separate kernel call."""
 _WHOLE = (1,)
-"""vLLM's kernels take a state as one piece."""
+"""The same for vLLM, whose kernels do not support split states."""
 _MOST_SIZES = 1024
 """Limit on the block sizes to try; real models need at most a few hundred."""
 _BATCH = 16
@@ -76,33 +76,43 @@ class LayerKind:
         """Whether the layers are recurrent."""
         return self.layers[0].kind == "recurrent"
 
+    @property
+    def fixed(self) -> bool:
+        """Whether the layers are recurrent or rings, whose pages have a fixed size."""
+        return self.layers[0].kind in FIXED_KINDS
+
     def parts(self, splits: int) -> int:
         """Return the total number of pages of the layers if each state has `splits` parts."""
         return len(self.layers) * (splits if self.recurrent else 1)
 
     def nbytes(self, tokens: Whole, splits: int) -> Whole:
-        """Return the bytes of a page: `tokens` tokens of attention, or one part of a state.
+        """Return the bytes of a page: `tokens` tokens of attention, one part of a state, or a ring.
 
         States are split into `splits` parts. Returns 0 if the heads cannot be divided into `splits`
         parts.
         """
         first = self.layers[0]
-        if not self.recurrent:
+        if not self.fixed:
             return tokens * (first.page.unpadded // first.block)
+        parts = splits if self.recurrent else 1
         try:
-            return tokens * 0 + page_of(first.spec, first.block, first.tp * splits).nbytes
+            return tokens * 0 + page_of(first.spec, first.block, first.tp * parts).nbytes
         except AtlasError:
             return tokens * 0
 
     @cached_property
     def held(self) -> int:
-        """Number of blocks per group that a request holds if the layers are recurrent."""
+        """Number of blocks per group that a request holds if the layers are `fixed`."""
         return 1 + max(layer.checkpoints for layer in self.layers)
 
     def group(self, tokens: int) -> Group:
         """Return a group of these layers with blocks of `tokens` tokens."""
         first = self.layers[0]
-        return Group.of(first.kind, first.spec, block=tokens, pool=0, held=self.held)
+        return Group.of(first.kind, first.spec, block=self._block(tokens), pool=0, held=self.held)
+
+    def _block(self, tokens: int) -> int:
+        """Return the block size of these layers in a plan with blocks of `tokens` tokens."""
+        return self.layers[0].block if self.fixed and not self.recurrent else tokens
 
     def dealt(self, tokens: int, splits: int, groups: int) -> list[GroupDraft]:
         """Distribute the pages of all layers over `groups` groups.
@@ -110,7 +120,8 @@ class LayerKind:
         States are split into `splits` parts, each with a separate page.
         """
         cuts = splits if self.recurrent else 1
-        sized = [layer.cut(tokens, cuts, part) for layer in self.layers for part in range(cuts)]
+        block = self._block(tokens)
+        sized = [layer.cut(block, cuts, part) for layer in self.layers for part in range(cuts)]
         return dealt(sized, groups)
 
 
@@ -169,7 +180,7 @@ class SharedBlockSearch:
         )
 
     def preference(self, draft: PlanDraft) -> tuple[float, ...]:
-        """Return the sort key of a draft, which is comparable with `SharedBlock.preference`."""
+        """Return the sort key of a draft, for comparison with `SharedBlock.preference`."""
         claimed = int(_claimed(draft, self.request, self._longest, self.request.in_flight)[0])
         return (draft.size.tokens, round(1 - self._useful / claimed, 2), 1, len(draft.groups))
 
@@ -206,7 +217,7 @@ class SharedBlockSearch:
         lengths, dcp = self._few_lengths, self.request.dcp
         held = np.empty((len(tokens), len(self.kinds), len(lengths)), dtype=np.int64)
         for k, kind in enumerate(self.kinds):
-            if kind.recurrent:
+            if kind.fixed:
                 held[:, k] = kind.held
                 continue
             for i, size in enumerate(tokens.tolist()):
@@ -271,9 +282,10 @@ class SharedBlockSearch:
 
     @cached_property
     def _theirs(self) -> dict[int, Numbers]:
-        """Bytes that a request takes in vLLM's plan, as an array, by number of tokens in flight.
+        """The bytes that requests take in vLLM's plan.
 
-        Each array has one element per request length in `_few_lengths`.
+        The keys are numbers of tokens in flight. Each value is an array with one element per
+        request length in `_few_lengths`.
         """
         request, lengths = self.request, self._few_lengths
         if self.theirs is None:
@@ -296,7 +308,7 @@ class SharedBlockSearch:
 
 
 def _claimed(draft: PlanDraft, request: PlanRequest, lengths: Numbers, in_flight: int) -> Numbers:
-    """Return how many bytes a request takes in a draft, for each length in `lengths`."""
+    """Return how many bytes a request takes in a draft's plan, for each length in `lengths`."""
     taken = blocks_taken(draft.groups, lengths, in_flight=in_flight, dcp=request.dcp)
     claimed: Numbers = np.sum([taken[i] * pool.width for i, pool in enumerate(draft.pools)], axis=0)
     return claimed

@@ -6,6 +6,7 @@ have the same `key` if they can share a block table and a region of memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from math import gcd
@@ -26,6 +27,7 @@ from kvatlas.specs import (
     Indexer,
     LatentAttention,
     Recurrent,
+    Ring,
     SinkAttention,
     SlidingAttention,
     SlidingLatentAttention,
@@ -41,11 +43,14 @@ Kind = Literal[
     "mla_attention",
     "sliding_window_mla",
     "recurrent",
+    "ring",
 ]
 
 FULL_KINDS = ("full_attention", "mla_attention", "sink_full_attention")
 SLIDING_KINDS = ("sliding_window", "sliding_window_mla")
 LOCAL_KINDS = (*SLIDING_KINDS, "chunked_local_attention")
+FIXED_KINDS = ("recurrent", "ring")
+"""Kinds of which a request of any length holds the same number of blocks."""
 
 _WINDOW_BLOCK = 64
 """DeepSeek-V4's sliding window uses blocks of 64 tokens, regardless of the other layers."""
@@ -59,8 +64,8 @@ def page_of(spec: Spec, block: int, tp: int, rank: int = 0, padded: int | None =
     """
     if padded is not None:
         return page_of(spec, block, tp, rank).padded(padded)
-    if block > 1 and isinstance(spec, Recurrent):
-        return page_of(spec, 1, tp, rank)  # a state's page is the same for every block
+    if block > 1 and isinstance(spec, Recurrent | Ring):
+        return page_of(spec, 1, tp, rank)  # the page is the same for every block
     return spec.page(block, tp=tp, rank=rank)
 
 
@@ -133,7 +138,7 @@ class SizedLayer:
         )
 
     def with_spec(self, spec: Spec) -> SizedLayer:
-        """Return the layer with another spec, whose page has the same size."""
+        """Return the layer with another spec; its page must have the same size."""
         if spec is self.spec:
             return self
         return replace(self, layer=msgspec.structs.replace(self.layer, spec=spec))
@@ -150,7 +155,7 @@ class SizedLayer:
 
     @property
     def alignment(self) -> int:
-        """The number of bytes of which the block stride must be a multiple."""
+        """A number of bytes. The block stride must be a multiple of it."""
         if self.apart is None:
             return 1
         unit, size = self.apart
@@ -172,12 +177,17 @@ class SizedLayer:
 
     @property
     def apart(self) -> tuple[str, int] | None:
-        """A pair (unit, size), if the block stride must be a multiple of `size`; else None.
+        """The condition that the layer's backend places on the block stride; None if there is none.
 
-        The unit is "rows", with the size in bytes, or "kernel blocks", with the size in tokens.
+        ("rows", n) means that the stride must be a multiple of n bytes. ("kernel blocks", n) means
+        that it must be a multiple of the bytes of n tokens.
         """
         if self.backend is None:
             return None
+        if self.backend.stride_tokens:
+            return ("kernel blocks", self.backend.stride_tokens)
+        if isinstance(self.spec, Ring) and self.backend.whole_rows:
+            return ("rows", self.spec.row_bytes)
         if self.backend.whole_rows and getattr(self.spec, "cache", "auto") == "auto":
             return ("rows", self.page.content)
         if not self.backend.whole_blocks:
@@ -196,6 +206,8 @@ def kind_of(spec: Spec) -> Kind:
 def _kind_of_class(spec: type[Spec]) -> Kind:
     if issubclass(spec, Recurrent):
         return "recurrent"
+    if issubclass(spec, Ring):
+        return "ring"
     if issubclass(spec, SlidingLatentAttention | CompressorState):
         return "sliding_window_mla"
     if issubclass(spec, LatentAttention | Indexer):
@@ -221,7 +233,7 @@ def checkpoints(spec: Spec, request: PlanRequest) -> int:
 
 
 def own_block(spec: Spec, backend: Backend | None, block: int) -> int:
-    """Return the block size of a layer if the model's block size is `block`.
+    """Return the block size that a layer uses in a model with block size `block`.
 
     DeepSeek-V4's small caches have fixed block sizes. A sliding window uses the largest block
     that its kernel reads without splitting.
@@ -230,12 +242,31 @@ def own_block(spec: Spec, backend: Backend | None, block: int) -> int:
         return _WINDOW_BLOCK
     if isinstance(spec, CompressorState):
         return 4 if spec.window <= 8 else 8
+    if isinstance(spec, Ring) and not spec.fills_page:
+        return spec.rows
     if isinstance(spec, SlidingAttention) and backend and not backend.reads(block):
         if backend.multiples:
             base = min(backend.sizes)
             return max(base, block // base * base)
         return max((size for size in backend.sizes if size <= block), default=min(backend.sizes))
     return block
+
+
+def _with_whole_rings(request: PlanRequest, block: int) -> Iterator[Layer]:
+    """Yield the model's layers.
+
+    A ring that engines enlarge gets as many rows as fit in an attention page.
+    """
+    pages = {
+        layer.index: page_of(layer.spec, block, request.tp).unpadded
+        for layer in request.model.layers
+        if isinstance(layer.spec, Attention)
+    }
+    for layer in request.model.layers:
+        if isinstance(layer.spec, Ring) and layer.spec.fills_page:
+            yield msgspec.structs.replace(layer, spec=layer.spec.enlarged(pages[layer.index]))
+        else:
+            yield layer
 
 
 def size_layers(
@@ -247,7 +278,7 @@ def size_layers(
     """
     indexed = {layer.index for layer in request.model.layers if isinstance(layer.spec, Indexer)}
     sized = []
-    for layer in request.model.layers:
+    for layer in _with_whole_rings(request, block):
         spec, backend = layer.spec, request.backends[layer.name]
         kind = kind_of(spec)
         tokens, padded = own_block(spec, backend, block), None

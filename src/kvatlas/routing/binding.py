@@ -1,4 +1,8 @@
-"""Bind compiled strips (`StridedRuns`) to block tables and tokens, to get byte ranges."""
+"""Apply the block tables and tokens of a request to compiled runs, to get byte ranges.
+
+A run is a contiguous range of bytes to copy. A strip (`StridedRuns`) is a family of runs with
+constant strides, without block ids. This module adds the block ids.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ _MOST_STARTS = 1 << 15
 class Starts:
     """Pairs of a source and a destination offset at which runs start, sorted by destination.
 
-    Starts are compared by identity, so that callers can use them as keys of a cache.
+    Starts are compared by identity, so that callers can use them as keys of a dict.
     """
 
     source: Int64s
@@ -40,7 +44,7 @@ class Starts:
 
     @classmethod
     def of(cls, source: Int64s, destination: Int64s, scales: Int64s | None = None) -> Starts:
-        """Create starts from source and destination offsets, which must be sorted by the latter."""
+        """Create starts from source and destination offsets; `destination` must ascend."""
         return cls(
             source,
             destination,
@@ -54,19 +58,19 @@ class Starts:
         return self.source, self.destination
 
     def at(self, end: int) -> Int64s:
-        """Return the offsets at one end: 0 for the source, 1 for the destination."""
+        """Return the source offsets if `end` is 0, the destination offsets if it is 1."""
         return self.destination if end else self.source
 
     def touch(self, near: int, far: int) -> bool:
-        """Return whether two successive starts have the given distances, in bytes.
+        """Return whether any two successive starts have the given distances, in bytes.
 
-        `near` is the distance of their destination offsets, `far` that of their source offsets.
+        `near` is the distance in the destination, `far` the distance in the source.
         """
         return bool(((np.diff(self.destination) == near) & (np.diff(self.source) == far)).any())
 
 
 ORIGIN = Starts.of(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
-"""A single start at offset 0. With it, the spans of a copy are its runs."""
+"""A single start at offset 0. A copy with this start has one run per span."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +127,7 @@ class Copy:
         return source, destination, np.repeat(self.length, len(self.starts.source))
 
     def expanded(self) -> Copy:
-        """Return the same runs as spans, with `ORIGIN` as the only start."""
+        """Return the same runs with one span for each, and `ORIGIN` as the only start."""
         if self.starts is ORIGIN and self.cast is None:
             return self
         return Copy(self.source_pool, self.destination_pool, *self.runs())
@@ -150,7 +154,10 @@ class Copy:
 
 
 class RepeatedRuns(NamedTuple):
-    """Strips (`StridedRuns`) that differ only in their offsets: one strip and all offsets."""
+    """The same family of runs at many offsets.
+
+    The family is a strip (`StridedRuns`): runs with constant strides along blocks and states.
+    """
 
     strip: StridedRuns
     starts: Starts
@@ -159,7 +166,7 @@ class RepeatedRuns(NamedTuple):
     """Cache of derived values: the results of `in_states` and `part`, and spans of requests."""
 
     def in_states(self, count: int) -> Starts | None:
-        """Return the starts of the runs of `count` consecutive states; None if there are too many.
+        """Return the starts for `count` consecutive states; None if these are too many starts.
 
         Repeated calls return the same object, so that a device can cache it.
         """
@@ -189,11 +196,11 @@ class RepeatedRuns(NamedTuple):
 
 
 class CompiledPair(NamedTuple):
-    """The runs between two groups, without block ids.
+    """The runs that copy the states of a source group to a destination group, for any block ids.
 
-    `states` are the runs of one state. `whole` are the runs of a whole cell, which is a kernel
-    block or several contiguous ones; `whole` is empty if the cells of source and
-    destination have different numbers of states.
+    `states` are the runs that copy one state, usually a token. `whole` are the longer runs that
+    copy a cell: all states of a kernel block, or of several contiguous ones. `whole` is empty if
+    the cells of source and destination have different numbers of states.
     """
 
     pair: GroupPair
@@ -202,9 +209,10 @@ class CompiledPair(NamedTuple):
 
 
 def compile_pair(pair: GroupPair, strips: Sequence[StridedRuns]) -> CompiledPair:
-    """Compile the strips between two groups, for single states and, if possible, whole cells.
+    """Compile the runs between two groups, given as strips (`StridedRuns`).
 
-    A cell is a kernel block, or several contiguous ones.
+    The result has runs for single states and, if possible, for cells. A cell is a kernel block, or
+    several contiguous ones.
     """
     source, destination = pair.cells
     fold = pair.per_state is not None and source.states == destination.states
@@ -252,7 +260,7 @@ class Runs(NamedTuple):
 
 
 def ranges(compiled: CompiledPair, bound: BoundStates) -> Iterator[Runs]:
-    """Yield all runs that copy the bound states between two groups."""
+    """Yield the runs that copy the states `bound` from a source group to a destination group."""
     for runs, part, whole in _folded(compiled, bound):
         stretches = _Stretches(part, whole=whole)
         for strip, starts, _ in runs:
@@ -262,8 +270,8 @@ def ranges(compiled: CompiledPair, bound: BoundStates) -> Iterator[Runs]:
 def count_ranges(compiled: CompiledPair, bound: BoundStates, cuts: int) -> int:
     """Return an upper bound on the number of runs that copy `bound`.
 
-    `cuts` is the number of times that its spans are cut in two. Adjacent runs of different strips
-    count separately.
+    The caller may cut spans of states in two, at most `cuts` times, and each cut adds runs.
+    Adjacent runs of different strips (`StridedRuns`) count separately.
     """
     count = 0
     for runs, part, whole in _folded(compiled, bound):
@@ -281,9 +289,10 @@ def count_ranges(compiled: CompiledPair, bound: BoundStates, cuts: int) -> int:
 def _folded(
     compiled: CompiledPair, bound: BoundStates
 ) -> Iterator[tuple[list[RepeatedRuns], BoundStates, bool]]:
-    """Divide bound states into whole cells and others; yield (runs, states, whole) for each.
+    """Divide bound states into those that fill whole cells and the rest.
 
-    `whole` is true for the states of whole cells, which have longer runs.
+    A cell is a kernel block, or several contiguous ones. Yield (runs, states, whole) for both;
+    `whole` is true for whole cells, which have longer runs.
     """
     if compiled.whole:
         full = bound.states.length == compiled.pair.cells[0].states
@@ -297,17 +306,14 @@ def _folded(
 
 
 class _Stretches:
-    """Computes the byte ranges of bound states, once for all strips with the same strides."""
+    """Computes the byte ranges of bound states; strips with equal strides and items share them."""
 
     def __init__(self, bound: BoundStates, *, whole: bool) -> None:
         self._bound, self._whole = bound, whole
         self._computed: dict[tuple[object, ...], tuple[Int64s, Int64s, Int64s]] = {}
 
     def of(self, strip: StridedRuns) -> tuple[Int64s, Int64s, Int64s]:
-        """Return (source offsets, destination offsets, lengths), relative to the strip's items.
-
-        Callers add the offsets of the items.
-        """
+        """Return (source, destination, length) of a strip's ranges, without `item_offsets`."""
         key = (strip.block_strides, strip.kernel_strides, strip.state_strides, strip.item)
         if key not in self._computed:
             states, ids = self._bound
@@ -318,7 +324,8 @@ class _Stretches:
 def _all_sums(starts: Starts, source: Int64s, destination: Int64s, length: Int64s) -> Runs:
     """Return one run for every pair of a start and a byte range, at the sum of their offsets.
 
-    Starts or ranges, whichever are further apart, vary slowest, so that most sums ascend.
+    The ranges or the starts, whichever are further apart, form the outer loop. Most sums then
+    ascend.
     """
     many, most = len(starts.source), int(length.max())
     count = many * len(source)
@@ -339,9 +346,9 @@ def _all_sums(starts: Starts, source: Int64s, destination: Int64s, length: Int64
 
 
 def _apart(outer: Starts, inner: Starts, item: int) -> bool:
-    """Return whether the runs at all sums outer + inner are sorted and no two can be joined.
+    """Return whether the runs at all sums outer + inner ascend and no two runs can be joined.
 
-    Each run is `item` bytes long. Inner starts vary fastest, and the order is by destination.
+    Each run is `item` bytes long. Inner starts vary fastest. The destination offsets must ascend.
     """
     span = int(inner.destination[-1] - inner.destination[0]) + item
     reach = int(inner.source[-1] - inner.source[0]) + item

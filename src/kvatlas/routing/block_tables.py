@@ -107,8 +107,8 @@ def checked_rank(plan: Plan, rank: Any, end: str) -> int:
     checked_plan(plan)
     whole = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
     if not whole or not 0 <= rank < plan.ranks:
-        hint = f"Pass a rank in 0..{plan.ranks - 1}, which is stage * tp + tensor-parallel rank"
-        problem = f"The plan at the {end} has no such rank"
+        hint = f"Pass stage * tp + tensor-parallel rank, in 0..{plan.ranks - 1}"
+        problem = f"The {end} plan has no such rank"
         raise AtlasError(Code.BAD_RANK, problem, got=repr(rank), hint=hint)
     return int(rank)
 
@@ -118,7 +118,7 @@ def _tables(plan: Plan, blocks: Any, end: str) -> dict[int, Int64s]:
     if isinstance(blocks, Mapping):
         unknown = [group for group in blocks if isinstance(group, bool) or group not in groups]
         if unknown:
-            problem = f"The plan at the {end} has no such group"
+            problem = f"The {end} plan has no such group"
             hint = f"Use group indices in 0..{len(groups) - 1}, as in Plan.groups"
             raise AtlasError(Code.OUT_OF_RANGE, problem, got=unknown[:_SHOWN], hint=hint)
         return {int(g): block_table(ids, f"group {g} at the {end}") for g, ids in blocks.items()}

@@ -13,7 +13,7 @@ from kvatlas.routing.request import RequestEnds
 
 @dataclass(frozen=True, eq=False)
 class BoundRoute:
-    """A route bound to block ids and tokens: byte ranges for a transport."""
+    """The byte ranges that copy one request from a source rank to a destination rank."""
 
     source_rank: int
     destination_rank: int

@@ -27,8 +27,8 @@ class Reason(NamedTuple):
 
 
 _HINTS = {
-    Code.UNLIKE_MODELS: "Plan both ends for the same model; layers are matched by name",
-    Code.MISSING_LAYERS: "Pass layers= with the layers that both plans have",
+    Code.UNLIKE_MODELS: "Plan source and destination for one model; layers are matched by name",
+    Code.MISSING_LAYERS: "For two plans of one model, pass layers= with the layers that both have",
     Code.UNLIKE_LAYERS: "Check the configs: heads, sizes, windows and ratios must be the same",
 }
 
@@ -89,7 +89,7 @@ def reasons(
 
 
 def refuse(reasons: list[Reason]) -> None:
-    """Raise an error for the first reason; it also reports how many more there are.
+    """Raise an error for the first reason; its text also contains the number of other reasons.
 
     Does nothing if the list is empty.
     """
@@ -104,7 +104,7 @@ def _hint(code: Code, source: PlanEnd, destination: PlanEnd, layers: list[str]) 
     if code is not Code.UNLIKE_DTYPES:
         return ""
     name = spell_conversion(needed_pairs(source, destination, layers))
-    return f"Plan both ends with the same kv_dtype, or pass convert={name!r}"
+    return f"Plan source and destination with the same kv_dtype, or pass convert={name!r}"
 
 
 def _some(names: list[str]) -> str:

@@ -1,4 +1,8 @@
-"""`CompiledRoute`: the strips, boxes and casts of a route, compiled on first use and cached."""
+"""`CompiledRoute`: the runs of a route, compiled on first use and cached.
+
+There are three kinds: runs that copy bytes, boxes (`ConvertedBox`) for conversions of rows, and
+runs that cast elements.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ _MOST_COMPILED = 4096
 
 
 class CompiledRoute:
-    """A cache of the parts of a route that are compiled, by pair of ranks and set of layers."""
+    """The compiled runs of a route, cached for each pair of ranks and each set of layers."""
 
     def __init__(self) -> None:
         self._pairs: dict[tuple[object, ...], list[CompiledPair]] = {}
@@ -37,7 +41,7 @@ class CompiledRoute:
         destination_rank: int,
         names: frozenset[str] | None,
     ) -> list[CompiledPair]:
-        """Return the compiled pairs of groups between two ranks."""
+        """Return the runs between two ranks, one `CompiledPair` per pair of groups."""
         chosen = (source_rank, destination_rank, names)
 
         def compiled() -> list[CompiledPair]:
@@ -52,14 +56,20 @@ class CompiledRoute:
         destination_rank: int,
         names: frozenset[str] | None,
     ) -> list[ConvertedBox]:
-        """Return the boxes of a converting route between two ranks."""
+        """Return the boxes of a converting route between two ranks.
+
+        A box is a range of heads or rows of some layers. One rank reads it from another rank.
+        """
         chosen = (source_rank, destination_rank, names)
         return _cached(self._boxes, chosen, lambda: converter.boxes(*chosen))
 
     def cast_patterns(
         self, converter: ConvertingCompiler, request: RequestEnds, names: frozenset[str] | None
     ) -> list[SpanPattern] | None:
-        """Return the spans that cast a request's elements; None if cells cannot be cast so."""
+        """Return the spans of a request, for a copy that casts elements.
+
+        Return None if elements cannot be converted one by one.
+        """
         chosen = (request.source.rank, request.destination.rank, names)
         pairs = _cached(self._casts, chosen, lambda: compile_casts(converter, *chosen))
         return None if pairs is None else cast_patterns(pairs, request)

@@ -2,8 +2,9 @@
 
 Tensor parallelism shards each field along one axis. A destination rank needs certain ranges of
 that axis, and each source rank holds certain ranges. This module intersects the ranges, chooses
-a source rank for each intersection, and expresses the bytes at both ends as strips
-(`StridedRuns`). Layers in the same regions share this work and differ only in their page offsets.
+a source rank for each intersection, and expresses the source and destination bytes as strips
+(`StridedRuns`). The work is done once for all layers that share their regions in the source
+plan and in the destination plan. These layers differ only in their page offsets.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import NamedTuple
 from kvatlas.geometry import ShardRange, StateBlocks, StridedRuns, merge_runs
 from kvatlas.geometry.combine import tile_alike
 from kvatlas.geometry.strided_runs import Ends
-from kvatlas.planning.sized_layers import kind_of
+from kvatlas.planning.sized_layers import FIXED_KINDS, kind_of
 from kvatlas.routing.plan_ends import FieldView, LayerPart, PlanEnd
 from kvatlas.specs import Visibility
 
@@ -68,14 +69,21 @@ class NeededShard(NamedTuple):
 
 
 class StripPages(NamedTuple):
-    """A strip between page 0 of two regions, and each layer's page offsets from page 0."""
+    """A strip that copies page 0 of a source region to page 0 of a destination region.
+
+    A region contains the pages of several layers; its first page is page 0. `pages` contains the
+    byte offsets of each layer's page from page 0, as (source, destination).
+    """
 
     strip: StridedRuns
     pages: tuple[Ends, ...]
 
 
 class Compiler:
-    """Compiles the strips (`StridedRuns`) between two plans, for one pair of ranks at a time."""
+    """Compiles the runs that copy caches between two plans, for one pair of ranks at a time.
+
+    Runs are returned as strips (`StridedRuns`): families of runs with constant strides.
+    """
 
     def __init__(
         self,
@@ -84,7 +92,11 @@ class Compiler:
         visibilities: Mapping[str, Visibility],
         padding: Mapping[str, frozenset[str]] | None = None,
     ) -> None:
-        """`padding` lists, for each layer, the fields whose padding is copied with them."""
+        """Set up the compilation of a copy from one plan to another.
+
+        `visibilities` contains the attention window of each layer. `padding` lists, for each
+        layer, the fields whose padding is copied with them.
+        """
         self.source, self.destination, self.visibilities = source, destination, visibilities
         self._padding = padding or {}
         self._chosen: dict[int, dict[int, dict[str, list[NeededShard]]]] = {}
@@ -102,13 +114,13 @@ class Compiler:
     def strips(
         self, source_rank: int, destination_rank: int, layers: frozenset[str] | None = None
     ) -> dict[GroupPair, tuple[StridedRuns, ...]]:
-        """Return the merged strips (`StridedRuns`) between two ranks, by pair of groups."""
+        """Return the runs between two ranks as strips (`StridedRuns`), by pair of groups."""
         strips: dict[GroupPair, list[StripPages]] = defaultdict(list)
         for alike, needed in self.choices(source_rank, destination_rank):
             names = [name for name in alike if layers is None or name in layers]
             if names:
                 pair = self.group_pair(names[0], needed)
-                pages = self._pages(names, needed.sources[0].part, needed.part)
+                pages = self._pages(names, needed)
                 strips[pair].append(StripPages(self._strip(names[0], needed), pages))
         if layers is not None:  # Not cached: callers may pass any subset.
             return {pair: _merged(own) for pair, own in strips.items()}
@@ -135,7 +147,7 @@ class Compiler:
         )
 
     def fields_chosen_by(self, layer: str, part: LayerPart) -> Mapping[str, FieldView]:
-        """Return the fields whose source ranks are chosen separately: all fields of the part."""
+        """Return the fields for which source ranks are chosen: all fields of the layer part."""
         return self.destination.views(layer, part)
 
     def choices(self, source_rank: int, destination_rank: int) -> list[tuple[Layers, NeededShard]]:
@@ -151,7 +163,12 @@ class Compiler:
 
     @cached_property
     def _alike(self) -> dict[Layers, str]:
-        """For each tuple of layers that share regions, the first layer with the same `_form`."""
+        """The layer from which each tuple of layers reuses its strips.
+
+        The layers of a tuple are those that share their regions in the source plan and in the
+        destination plan. The layer from which they reuse strips has the same `_form`; it may be in
+        another tuple.
+        """
         alike: dict[object, list[str]] = defaultdict(list)
         for name, seen in self.visibilities.items():
             ends = [(end.specs[name], end.parts[name]) for end in (self.source, self.destination)]
@@ -163,7 +180,7 @@ class Compiler:
         }
 
     def _form(self, layer: str) -> object:
-        """Return a key that is equal for layers with the same byte ranges in their pages."""
+        """Return a key that is equal for layers whose pages have the same layout in both plans."""
         ends = [
             (end.specs[layer], tuple(map(end.form, end.parts[layer])))
             for end in (self.source, self.destination)
@@ -231,7 +248,7 @@ class Compiler:
     # -- bytes ------------------------------------------------------------------------
 
     def _strip(self, layer: str, needed: NeededShard) -> StridedRuns:
-        """Return the runs that copy a shard between two regions, from page 0 to page 0.
+        """Return the runs that copy a shard from page 0 of the source to page 0 of the destination.
 
         The runs include padding after the field if it would otherwise split consecutive states.
         """
@@ -262,33 +279,27 @@ class Compiler:
             self._runs[key] = StridedRuns.between(here, there)
         return self._runs[key]
 
-    def _pages(
-        self, layers: Sequence[str], source_part: int, destination_part: int
-    ) -> tuple[Ends, ...]:
-        """Return pairs (source, destination): the byte offset of each layer's page from page 0."""
-        source, destination = self.source, self.destination
-        here, there = (
-            source.parts[layers[0]][source_part],
-            destination.parts[layers[0]][destination_part],
-        )
-        return tuple(
-            (source.page_offsets[name][here], destination.page_offsets[name][there])
-            for name in layers
-        )
+    def _pages(self, layers: Sequence[str], needed: NeededShard) -> tuple[Ends, ...]:
+        """Return the byte offsets of each layer's page from page 0, as (source, destination)."""
+        source, destination, layer = self.source, self.destination, layers[0]
+        here = source.page_offsets(source.parts[layer][needed.sources[0].part], needed.field)
+        there = destination.page_offsets(destination.parts[layer][needed.part], needed.field)
+        return tuple((here[name], there[name]) for name in layers)
 
 
 def _merged(strips: Iterable[StripPages]) -> tuple[StridedRuns, ...]:
-    """Return the strips of all pages, merged into as few as possible."""
+    """Return the runs of all pages, merged into as few strips (`StridedRuns`) as possible."""
     return tuple(merge_runs(strip.shift(*page) for strip, pages in strips for page in pages))
 
 
 def _dealt_out(cells: StateBlocks, end: PlanEnd, layer: str, tp_rank: int) -> StateBlocks:
-    """Return `cells`, restricted to the states of a layer that a rank holds.
+    """Return `cells`, restricted to the states of a layer that one rank holds.
 
-    Context parallelism distributes the states of attention over ranks, but not recurrent states.
+    With context parallelism, each rank holds every n-th state of an attention layer. Recurrent
+    states and rings are not distributed.
     """
     dcp = end.plan.dcp
-    if dcp == 1 or kind_of(end.specs[layer]) == "recurrent":
+    if dcp == 1 or kind_of(end.specs[layer]) in FIXED_KINDS:
         return cells
     return cells._replace(every=dcp, residue=tp_rank % dcp)
 
@@ -300,10 +311,10 @@ def _intersect(
     needed: ShardRange,
     sources: list[tuple[SourceShard, ShardRange]],
 ) -> Iterator[NeededShard]:
-    """Yield the range `needed`, cut at the boundaries of the ranges that source ranks hold.
+    """Cut the range `needed` where the ranges of the source ranks end, and yield its parts.
 
-    Sources with different context-parallel residues hold different states and are cut
-    separately.
+    With context parallelism, source ranks hold different states. Ranks with the same states are
+    handled together.
     """
     stop = needed.start + needed.length
     for residue in sorted({source.cells.residue for source, _ in sources}):

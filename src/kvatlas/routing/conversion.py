@@ -86,7 +86,7 @@ def row_error(source: str, destination: str) -> RowError:
 
 @dataclass(frozen=True)
 class FormatChange:
-    """A pair of formats, the number of layers to convert, and how and where they are converted."""
+    """A pair of formats, the number of layers to convert, and how and at which end to convert."""
 
     source: str
     destination: str
@@ -234,7 +234,7 @@ def conversion_between(
 
 
 def place_of_conversion(source: CellFormat, destination: CellFormat) -> Place:
-    """Return "source" if the source format is larger, else "destination": this end converts."""
+    """Return where cells are converted: "source" if its format is larger, else "destination"."""
     return "source" if source.nbytes > destination.nbytes else "destination"
 
 
@@ -246,7 +246,10 @@ def way_between(source: CellFormat, destination: CellFormat) -> Way:
 
 
 def tensor_scales(given: object, layers: Collection[str]) -> dict[str, TensorScales]:
-    """Return scales by layer. `given` is one number, or numbers or pairs (K, V) by layer name.
+    """Return the scales of each layer, by layer name.
+
+    `given` is the scale of all layers, or a mapping from layer names to scales. A scale is a number
+    or a pair (K, V).
 
     >>> tensor_scales({"layers.1.attn": (0.5, 0.25)}, ["layers.0.attn", "layers.1.attn"])
     {'layers.1.attn': TensorScales(k=0.5, v=0.25)}
@@ -294,8 +297,8 @@ def _check_convertible(
                 raise AtlasError(Code.CANNOT_CONVERT, problem, got=got, hint=hint)
             if end.plan.policy == "foreign":
                 problem = f"{name} needs a rotation that only the engine has"
-                got = f"an engine's memory at the {which}"
-                hint = "Convert in the engine, or use the same kv_dtype at both ends"
+                got = f"{name} in an engine's memory, at the {which}"
+                hint = "Convert in the engine, or use the same kv_dtype for source and destination"
                 raise AtlasError(Code.CANNOT_CONVERT, problem, got=got, hint=hint)
         if needs_scales(spec) and layer not in own:
             argument = "source_scales" if which == "source" else "destination_scales"

@@ -1,14 +1,14 @@
 """`ConvertedStream`: a request whose content changes format during the transfer.
 
-Other routes copy runs of bytes that are equal at both ends. If the formats differ, no bytes are
-equal, so a converting route works in cells: the fields of one head and state, or one element of a
-recurrent state. Both ends enumerate the cells in the same order, independent of their page
-layouts: box by box, within a box by state in request order, within a state by layer, head and
+Other routes copy runs of bytes that are equal in source and destination. If the formats differ, no
+bytes are equal, so a converting route works in cells: the fields of one head and state, or one
+element of a recurrent state. Both ends enumerate the cells in the same order, independent of their
+page layouts: box by box, within a box by state in request order, within a state by layer, head and
 field.
 
-A box is the content that one rank reads from another for layers in the same regions: a range of
-their heads or rows. Every byte of the stream belongs to one box, and pieces end at cell
-boundaries.
+A box is a range of heads or rows that one rank reads from another rank. It covers all layers that
+share their regions in the source plan and in the destination plan. Every byte of the stream belongs
+to one box, and pieces end at cell boundaries.
 
 The source copies runs of its pages into stream order, and the destination copies from stream
 order into its pages. Both copies are ordinary strips, so tensor parallelism, different block
@@ -56,7 +56,10 @@ _IN_ORDER = StateBlocks(1 << 40)
 
 
 class ConvertedSection(NamedTuple):
-    """A box, and the states of the box that a request copies."""
+    """A box, and the states of the box that a request copies.
+
+    A box is a range of heads or rows of some layers. One rank reads it from another rank.
+    """
 
     box: ConvertedBox
     states: CommonStates
@@ -75,7 +78,8 @@ class ConvertedSection(NamedTuple):
 class ConvertedPart(NamedTuple):
     """A range of cells within one chunk of the stream.
 
-    A chunk holds consecutive states of one section. A piece of the stream consists of parts.
+    A cell is the unit of conversion, such as the fields of one head and state. A chunk holds the
+    cells of consecutive states of one `ConvertedSection`.
     """
 
     stream: ConvertedStream
@@ -132,7 +136,10 @@ class ConvertedStream:
     def __init__(
         self, boxes: Sequence[ConvertedBox], request: RequestEnds, casts: MakePatterns
     ) -> None:
-        """Create the stream; `casts()` returns spans that cast elements, or None."""
+        """Create the stream of a request from its compiled boxes.
+
+        `casts()` returns the spans of the request if elements can be cast one by one, else None.
+        """
         self._request, self._casts = request, casts
         found = [ConvertedSection(box, request.states(box.pair)) for box in boxes]
         request.check_distinct()
@@ -158,7 +165,7 @@ class ConvertedStream:
 
     @property
     def runs(self) -> int:
-        """Upper bound on the number of runs at the end whose format is sent."""
+        """Upper bound on the number of runs, counted at the end whose format is sent."""
         return sum(
             one.states.total
             * sum(len(runs.starts.source) for own in end.runs.values() for runs in own)
@@ -192,7 +199,7 @@ class ConvertedStream:
         )
 
     def shape(self) -> RequestShape | None:
-        """Return the runs of `grids` without block ids, to reuse them with other block ids.
+        """Return the runs of `grids` without block ids, for reuse with other block ids.
 
         Returns None if the conversion is not element-wise.
         """
@@ -208,7 +215,10 @@ class ConvertedStream:
         return self._patterns[0]
 
     def spans(self, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of pieces of at most `nbytes` bytes that contain only whole cells."""
+        """Divide the stream into pieces of at most `nbytes` bytes; yield (start, stop) of each.
+
+        No piece ends inside a cell, the unit of conversion.
+        """
         nbytes, start = positive(nbytes, "the piece size"), 0
         while start < self.nbytes:
             stop = self._whole(min(start + nbytes, self.nbytes))
@@ -221,7 +231,7 @@ class ConvertedStream:
             start = stop
 
     def parts(self, start: Any = 0, stop: Any = None) -> Iterator[ConvertedPart]:
-        """Yield parts that cover bytes `start .. stop - 1` of the stream, one part per chunk."""
+        """Yield the cells in bytes `start .. stop - 1` of the stream, one part for each chunk."""
         start, stop = self._checked(start, self.nbytes if stop is None else stop)
         index = bisect_right(self._ends, start)
         while start < stop:
@@ -238,7 +248,7 @@ class ConvertedStream:
             index += start == self._ends[index]
 
     def parts_of_entry(self, group: int, entry: int) -> Iterator[ConvertedPart]:
-        """Yield the parts of one source block: entry `entry` of the block table of `group`."""
+        """Yield the cells of one source block: entry `entry` of group `group`'s block table."""
         for section, end in zip(self.sections, self._ends, strict=True):
             box = section.box
             if box.pair.groups[0] == group:
@@ -247,10 +257,10 @@ class ConvertedStream:
                 yield from self.parts(base + numbers.start * each, base + numbers.stop * each)
 
     def chunk(self, end: int, index: int, first: int) -> StreamChunk:
-        """Return the runs between one end's pool and a chunk in stream order.
+        """Return the runs that copy a chunk between a pool and a buffer in stream order.
 
-        The chunk starts at state `first` of section `index`. The most recent result of each end
-        (0: source, 1: destination) is cached.
+        `end` selects the pool: 0 for the source, 1 for the destination. The chunk starts at state
+        `first` of section `index`. The most recent result for each value of `end` is cached.
         """
         made = self._last.get(end)
         if made is None or (made.section, made.first) != (index, first):

@@ -1,7 +1,8 @@
 """`ConvertingCompiler`: the boxes of a converting route, for one pair of ranks at a time.
 
-A box is the content that one rank reads from another for layers in the same regions: a range of
-their heads or rows. `ConvertedStream` describes the order of the cells in a box.
+A box is a range of heads or rows that one rank reads from another rank. It covers all layers that
+share their regions in the source plan and in the destination plan. `ConvertedStream` describes the
+order of the cells in a box.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ _OPEN = ("B", "k", "N")
 
 
 class BoxEnd(NamedTuple):
-    """A box at the source or the destination: cell format, bytes per state, and runs."""
+    """The source or the destination of a box: its cell format, bytes per state, and runs.
+
+    A box is a range of heads or rows of some layers. One rank reads it from another rank.
+    """
 
     cell: CellFormat
     nbytes: int
@@ -32,9 +36,9 @@ class BoxEnd(NamedTuple):
 
 
 class ConvertedBox(NamedTuple):
-    """A range of heads or rows of some layers that one rank reads from another.
+    """A box: a range of heads or rows of some layers that one rank reads from another.
 
-    The layers share their regions in both plans.
+    These layers share their regions in the source plan and in the destination plan.
     """
 
     pair: GroupPair
@@ -55,7 +59,7 @@ class ConvertedBox(NamedTuple):
 
 
 class ConvertingCompiler(Compiler):
-    """Compiles the boxes (`ConvertedBox`) between two plans with different formats."""
+    """Compiles the copy between two plans with different formats, as boxes (`ConvertedBox`)."""
 
     def __init__(
         self,
@@ -68,10 +72,10 @@ class ConvertingCompiler(Compiler):
         self.conversion = conversion
 
     def fields_chosen_by(self, layer: str, part: LayerPart) -> Mapping[str, FieldView]:
-        """Return the fields whose source ranks are chosen separately.
+        """Return the fields for which source ranks are chosen.
 
-        For attention, this is only the first field of a row: the other fields are read from the
-        same ranks. For recurrent layers, it is every state.
+        For attention, this is only the first field of a row, because the whole row is read from
+        one rank. For recurrent layers, it is every state.
         """
         views = self.destination.views(layer, part)
         return views if self._recurrent(layer) else dict([next(iter(views.items()))])
@@ -97,6 +101,20 @@ class ConvertingCompiler(Compiler):
         """Return the source and destination cell formats of a layer, or of one recurrent state."""
         return self.conversion.cells[layer, field if self._recurrent(layer) else "rows"]
 
+    def of_field(self, layer: str, needed: NeededShard, field: str) -> NeededShard:
+        """Return the same rows of another field, whose states may be grouped differently."""
+        (chosen,) = needed.sources
+        here = self.source.views(layer, self.source.parts[layer][chosen.part])[field]
+        there = self.destination.views(layer, self.destination.parts[layer][needed.part])[field]
+        kept = (
+            view.cells._replace(every=cells.every, residue=cells.residue)
+            for view, cells in ((here, chosen.cells), (there, needed.cells))
+        )
+        source, destination = kept
+        return needed._replace(
+            field=field, cells=destination, sources=(chosen._replace(cells=source),)
+        )
+
     def _box(self, names: list[str], needed: NeededShard) -> ConvertedBox:
         layer, chosen = names[0], needed.sources[0]
         cells = self.cells(layer, needed.field)
@@ -116,9 +134,9 @@ class ConvertingCompiler(Compiler):
         return ConvertedBox(self.group_pair(layer, needed), (ends[0], ends[1]), copied, wire)
 
     def _axes(self, layer: str, needed: NeededShard) -> list[tuple[str, int]]:
-        """Return (name, size) of the axes of a box that are not inside a cell.
+        """Return (name, size) of the axes along which a box is divided into cells.
 
-        The axes are in the order of the destination.
+        A cell is the unit of conversion. The axes are in the order of the destination.
         """
         view = self.destination.views(layer, self.destination.parts[layer][needed.part])[
             needed.field
@@ -142,7 +160,7 @@ class ConvertingCompiler(Compiler):
         local: int,
         cells: StateBlocks,
     ) -> BoxEnd:
-        """Return the source or destination of a box, with runs that copy pages to stream order."""
+        """Return the source or the destination of a box, which `end` selects."""
         layer_bytes = cell.nbytes * int(np.prod([size for _, size in axes]))
         strips: dict[StateBlocks, list[StridedRuns]] = defaultdict(list)
         views = end.views(names[0], part)
@@ -164,7 +182,7 @@ class ConvertingCompiler(Compiler):
             strip = StridedRuns.between(*tile_alike(mine, in_order))
             blocks = view.cells._replace(every=cells.every, residue=cells.residue)
             for place, name in enumerate(names):
-                shifted = strip.shift(end.page_offsets[name][part], place * layer_bytes)
+                shifted = strip.shift(end.page_offsets(part, row.name)[name], place * layer_bytes)
                 strips[blocks].append(shifted)
         runs = {blocks: repeated(merge_runs(own)) for blocks, own in strips.items()}
         return BoxEnd(cell, layer_bytes * len(names), runs)

@@ -33,7 +33,9 @@ class Costs:
     def __post_init__(self) -> None:
         rates = (self.wire, self.copy, self.piece)
         if not all(np.isfinite(rate) and rate > 0 for rate in rates) or not self.descriptor >= 0:
-            problem = "wire, copy and piece must be positive, and descriptor must not be negative"
+            problem = (
+                "`wire`, `copy`, `piece` must be positive, and `descriptor` must not be negative"
+            )
             hint = "Pass measured values, or omit them to use the defaults"
             raise AtlasError(Code.BAD_SIZE, problem, got=self, hint=hint)
 
@@ -52,7 +54,10 @@ class Costs:
         return received + first + pieces * self.descriptor
 
     def coalesced(self, descriptors: int, nbytes: int) -> float:
-        """Estimate the seconds of a coalesced transfer: read each source run, then scatter them."""
+        """Estimate the seconds of a coalesced transfer.
+
+        Each source run is read into one buffer, and then the buffer is scattered.
+        """
         return self.direct(descriptors, nbytes) + nbytes / self.copy
 
 

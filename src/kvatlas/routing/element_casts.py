@@ -63,7 +63,10 @@ def compile_casts(
 
 
 def _compile_scaled(pair: GroupPair, strips: Sequence[Sequence[StridedRuns]]) -> CompiledPair:
-    """Compile strips with several scales; `strips` has one list of merged strips per scale."""
+    """Compile the runs between two groups if their elements have several scales.
+
+    `strips` contains one list of merged strips (`StridedRuns`) for each scale.
+    """
     source, destination = pair.cells
     fold = pair.per_state is not None and source.states == destination.states
     whole = [fold_states(own, source.states) if fold else [] for own in strips]
@@ -75,7 +78,7 @@ def _compile_scaled(pair: GroupPair, strips: Sequence[Sequence[StridedRuns]]) ->
 
 
 def cast_patterns(pairs: CastPairs, request: RequestEnds) -> list[SpanPattern]:
-    """Return the spans of a request, each with its `cast` set."""
+    """Return the spans of a request, without block ids, each with the cast of its elements."""
     return [
         pattern._replace(cast=cast)
         for cast, own in pairs.items()
@@ -86,14 +89,14 @@ def cast_patterns(pairs: CastPairs, request: RequestEnds) -> list[SpanPattern]:
 def _add_layer(
     compiler: ConvertingCompiler, strips: _Strips, layer: str, needed: NeededShard
 ) -> bool:
-    """Add the strips of each field of a layer to `strips`.
+    """Add the runs of each field of a layer to `strips`, by pair of groups and by cast.
 
     Returns False if elements do not start at multiples of their size, so they cannot be cast.
     """
     one, two = compiler.cells(layer, needed.field)
     copied = way_between(one, two) == "copied"
-    pair = compiler.group_pair(layer, needed)
     for row in two.rows:
+        pair = compiler.group_pair(layer, compiler.of_field(layer, needed, row.name))
         cast = None if copied else one.cast_to(two, row.name)
         try:
             strips[pair][cast].append(_strip(compiler, layer, needed, row.name, cast))
@@ -120,7 +123,7 @@ def _strip(
     ):
         part = end.parts[layer][index]
         view = end.views(layer, part)[field]
-        placed = view.placement.shift(end.page_offsets[layer][part])
+        placed = view.placement.shift(end.page_offsets(part, field)[layer])
         axis = view.field.sharding.axis
         if axis is not None:
             placed = placed.narrow(axis, local, needed.length)

@@ -11,6 +11,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import ceil_div, positive
 from kvatlas.planning import Group, Plan
 from kvatlas.planning.plans import checked_plan
+from kvatlas.planning.sized_layers import FIXED_KINDS
 from kvatlas.routing.binding import Copy
 from kvatlas.routing.compatibility import Reason, fingerprint, reasons
 from kvatlas.routing.conversion import FormatChange
@@ -26,7 +27,7 @@ _ANY_SCALES: dict[str, Any] = {"source_scales": 1.0, "destination_scales": 1.0}
 
 @dataclass(frozen=True)
 class RankPair:
-    """A pair of ranks, and a report on the transfer between them."""
+    """A source rank and a destination rank, with a report on the transfer between them."""
 
     source_rank: int
     destination_rank: int
@@ -153,7 +154,7 @@ def check(
 
 
 def scattered(plan: Plan, tokens: int) -> dict[int, list[int]]:
-    """Return block tables for one request, without adjacent blocks if the pool is large enough.
+    """Return block tables for one request, in which no two blocks are adjacent if possible.
 
     >>> from kvatlas.planning import plan
     >>> scattered(plan("Qwen3-8B", memory="1GiB", max_len=512), 48)
@@ -179,11 +180,11 @@ def scattered(plan: Plan, tokens: int) -> dict[int, list[int]]:
 
 
 def _entries(group: Group, tokens: int, dcp: int) -> tuple[int, int]:
-    """Return (number of entries, number of last entries with a block) of a group's block table.
+    """Return (entries, held): a block table's length, and how many of its last entries have blocks.
 
     Earlier entries have no block, because their tokens have left the window.
     """
-    if group.kind == "recurrent":
+    if group.kind in FIXED_KINDS:
         return 1, 1
     held = group.blocks(tokens, dcp=dcp)
     if group.kind == "cross_attention":

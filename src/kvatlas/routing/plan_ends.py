@@ -3,12 +3,12 @@
 All tensor-parallel ranks of a stage use the same cache layout. They differ only in which heads
 or rows of each field they hold. An end therefore needs three things: the placement of each field
 at page 0 of a region, the offset of each layer's page from page 0, and the ranges that each rank
-holds.
+holds. A region is the memory of several layers with equal pages, and page 0 is its first page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kvatlas.errors import AtlasError
-from kvatlas.geometry import Field, Page, Placement, Sharding, ShardRange, StateBlocks
+from kvatlas.geometry import Field, Placement, Sharding, ShardRange, StateBlocks
 from kvatlas.planning import Plan, Region
-from kvatlas.specs import Spec
+from kvatlas.specs import Ring, Spec
 
 
 class LayerPart(NamedTuple):
@@ -38,7 +38,10 @@ class RegionForm(NamedTuple):
 
 
 class FieldView(NamedTuple):
-    """The placement of a field at page 0 of a region, the same on every rank of a stage."""
+    """The placement of a field in page 0 of a region, the same on every rank of a stage.
+
+    A region contains the pages of several layers, and page 0 is the first of them.
+    """
 
     field: Field
     placement: Placement
@@ -63,26 +66,48 @@ class PlanEnd:
         """The spec of each layer."""
         return {layer.name: layer.spec for r in self.plan.regions for layer in r.layers}
 
+    def page_offsets(self, part: LayerPart, field: str) -> Mapping[str, int]:
+        """Return the byte offset of a field in each layer's page from the field in page 0.
+
+        Layers of a region that have other parts of a state are left out.
+        """
+        apart = self.region(part).apart
+        return self._page_offsets[part.region, field if apart else ""][part.part]
+
     @cached_property
-    def page_offsets(self) -> dict[str, dict[LayerPart, int]]:
-        """For each layer and part, the byte offset of its page from page 0 of its region."""
-        offsets: dict[str, dict[LayerPart, int]] = {}
+    def _page_offsets(self) -> dict[tuple[int, str], dict[int, dict[str, int]]]:
+        """Offsets of pages by region, then part, then layer; by field if fields are apart."""
+        offsets: dict[tuple[int, str], dict[int, dict[str, int]]] = {}
         for index, region in enumerate(self.plan.regions):
-            placed = self._placements[index]
-            first = {axis: 0 for axis in placed.axes if axis != "L"}
-            starts = placed(L=np.arange(len(region.layers)), **first) - placed.offset
-            parts = region.parts or (0,) * len(region.layers)
-            for layer, part, start in zip(region.layers, parts, starts.tolist(), strict=True):
-                offsets.setdefault(layer.name, {})[LayerPart(index, part)] = start
+            for name, placed in self._placements[index].items():
+                first = {axis: 0 for axis in placed.axes if axis != "L"}
+                starts = placed(L=np.arange(len(region.layers)), **first) - placed.offset
+                found = offsets[index, name if region.apart else ""] = {}
+                for (layer, part), start in zip(
+                    self._pages_of(index), starts.tolist(), strict=True
+                ):
+                    found.setdefault(part.part, {})[layer] = start
         return offsets
 
     @cached_property
     def parts(self) -> dict[str, tuple[LayerPart, ...]]:
         """The parts of each layer, in order. Most layers have one part."""
+        found: dict[str, list[LayerPart]] = {}
+        for index in range(len(self.plan.regions)):
+            for name, part in self._pages_of(index):
+                found.setdefault(name, []).append(part)
         return {
-            name: tuple(sorted(parts, key=lambda part: part.part))
-            for name, parts in self.page_offsets.items()
+            name: tuple(sorted(parts, key=lambda part: part.part)) for name, parts in found.items()
         }
+
+    def _pages_of(self, index: int) -> list[tuple[str, LayerPart]]:
+        """Return (layer, part) of each page of a region."""
+        region = self.plan.regions[index]
+        parts = region.parts or (0,) * len(region.layers)
+        return [
+            (layer.name, LayerPart(index, part))
+            for layer, part in zip(region.layers, parts, strict=True)
+        ]
 
     def form(self, part: LayerPart) -> RegionForm:
         """Return a key for the layout of a part; parts with the same layout have equal keys."""
@@ -97,7 +122,7 @@ class PlanEnd:
         return self._all_views(layer, part)[0]
 
     def padding_after(self, layer: str, part: LayerPart) -> Views:
-        """Return the padding that directly follows a field in its page, by the field's name."""
+        """Return the padding that directly follows each field in its page, by name of the field."""
         return self._all_views(layer, part)[1]
 
     def _all_views(self, layer: str, part: LayerPart) -> tuple[Views, Views]:
@@ -112,12 +137,19 @@ class PlanEnd:
             region = self.region(part)
             names = [layer.name for layer in region.layers]
             page = region.page(self.plan.tp, 0, names.index(layer))
-            placed = self._placements[part.region].select("L", 0)
-            fields = {f.name: _view(page, placed, f) for f in page.fields if not f.padding}
+            stored = self._placements[part.region]
+            first = {name: placed.select("L", 0) for name, placed in stored.items()}
+            ring = isinstance(self.specs[layer], Ring)
+
+            def view(field: Field) -> FieldView:
+                whole = first.get(field.name) if region.apart else None
+                return _view(field, whole or page.view(first["pages"], field.name), ring)
+
+            fields = {field.name: view(field) for field in page.fields if not field.padding}
             padding = {
-                before.name: _view(page, placed, after)
+                before.name: view(after)
                 for before, after in pairwise(page.fields)
-                if after.padding and after.follows(before)
+                if not region.apart and after.padding and after.follows(before)
             }
             self._views[key] = fields, padding
         return self._views[key]
@@ -128,19 +160,27 @@ class PlanEnd:
 
     @cached_property
     def _first_alike(self) -> list[int]:
-        """For each region, the index of the first region with the same layout."""
+        """For each region of the plan, the index of the first region with the same layout."""
         first: dict[object, int] = {}
         forms = [
-            (at, region.stage, region.splits, region.block, region.kernel_block, region.page_bytes)
+            (
+                *at.items(),
+                region.stage,
+                region.splits,
+                region.block,
+                region.kernel_block,
+                region.page_bytes,
+            )
             for at, region in zip(self._placements, self.plan.regions, strict=True)
         ]
         return [first.setdefault(form, index) for index, form in enumerate(forms)]
 
     @cached_property
-    def _placements(self) -> list[Placement]:
+    def _placements(self) -> list[dict[str, Placement]]:
+        """The placements of each region: of its pages, or of its fields if they are apart."""
         tp = self.plan.tp
         return [
-            region.placement(tp, self.plan.pool(region.stage * tp, region.group).blocks)
+            region.stored(tp, self.plan.pool(region.stage * tp, region.group).blocks)
             for region in self.plan.regions
         ]
 
@@ -154,14 +194,13 @@ def _ranges(
     return held or (ShardRange(0, 0, max(1, sharding.rows if sharding.sections else 1)),)
 
 
-def _view(page: Page, placed: Placement, field: Field) -> FieldView:
-    view = page.view(placed, field.name)
+def _view(field: Field, view: Placement, ring: bool) -> FieldView:
     if "k" in view.axes and "N" in view.axes:
         with suppress(AtlasError):  # Contiguous kernel blocks form one cell.
             view = view.fold("k", "N", into="N")
     states = view.size("N") if "N" in view.axes else 1
     split = view.size("k") if "k" in view.axes else 1
-    return FieldView(field, view, StateBlocks(states, split))
+    return FieldView(field, view, StateBlocks(states, split, ring=ring))
 
 
 def padding_between(

@@ -55,9 +55,10 @@ class RankMemory(NamedTuple):
 
 
 class DescriptorGrid(NamedTuple):
-    """Descriptors in a grid with four axes: starts, kernel blocks, chunks and blocks.
+    """Descriptors of all blocks, in a grid with four axes: starts, kernel blocks, chunks, blocks.
 
-    A start is the byte offset of a run in block 0. The block index varies fastest.
+    A start is the byte offset of a run in block 0. A chunk is a number of states that both ends
+    can address as a unit. The block index varies fastest.
     """
 
     pair: GroupPair
@@ -70,21 +71,21 @@ class DescriptorGrid(NamedTuple):
     """Index of the grid's first descriptor in `PreparedRoute.source` and in `.destination`."""
 
     def chunks(self, end: int) -> int:
-        """Return the number of chunks in a kernel block at one end (0: source, 1: destination)."""
+        """Return the number of chunks in a kernel block; `end` is 0: source, or 1: destination."""
         return self.pair.cells[end].states // self.chunk
 
     def steps(self, end: int) -> list[Int64s]:
-        """Return [start offsets, kernel block offsets, chunk offsets] in bytes.
+        """Return the byte offsets of the starts, of the kernel blocks and of the chunks of a block.
 
         `end` is 0 for the source and 1 for the destination. A descriptor's address in block 0 is
-        the pool's address plus one offset from each list.
+        the pool's address plus one offset from each of the three lists.
         """
         kernel = np.arange(self.pair.cells[end].split) * self.runs.strip.kernel_strides[end]
         chunk = np.arange(self.chunks(end)) * (self.chunk * self.state[end])
         return [self.runs.starts.at(end), kernel, chunk]
 
     def indices(self, end: int, spots: SpanStarts, ids: Int64s, blocks: int) -> Int64s:
-        """Return descriptor indices of the given chunks: all chunks of run 0, then of run 1, ...
+        """Return the descriptor indices of some chunks: first all of run 0, then all of run 1, ...
 
         The indices refer to `PreparedRoute.source` if `end` is 0, else to `.destination`.
         Chunk i is chunk `spots.kernel[i]` of block `ids[i]`. The pool has `blocks` blocks.
@@ -120,16 +121,16 @@ class PreparedRoute:
 
     @cached_property
     def source(self) -> NDArray[np.uint64]:
-        """Rows (address, length, device) for every chunk of every block at the source."""
+        """Descriptors of every chunk of every source block: rows (address, length, device)."""
         return self._rows(0)
 
     @cached_property
     def destination(self) -> NDArray[np.uint64]:
-        """Rows (address, length, device) for every chunk of every block at the destination."""
+        """Descriptors of every chunk of every destination block: rows (address, length, device)."""
         return self._rows(1)
 
     def strided(self, end: int) -> NDArray[np.uint64]:
-        """Return the descriptors of one end as rows (address, length, device, stride, count).
+        """Return source or destination descriptors: rows (address, length, device, stride, count).
 
         Each row represents `count` descriptors that are `stride` bytes apart, one per block, in
         the order of `source` or `destination`. Transports that support strides take these rows
@@ -191,7 +192,7 @@ class PreparedRoute:
         return memory.plan.pool(memory.rank, grid.pair.groups[end]).blocks
 
     def _unit(self, grid: DescriptorGrid, end: int) -> tuple[Int64s, Int64s, int, int]:
-        """Return (starts, lengths, base, device) of a grid's descriptors, for `fill_descriptors`.
+        """Return the arguments of `fill_descriptors` for a grid: (starts, lengths, base, device).
 
         There is one start, 0, and one length, because all descriptors of a grid are equally long.
         """
@@ -205,15 +206,18 @@ def chunk_of(pair: GroupPair) -> int:
     source, destination = pair.cells
     if pair.per_state is None or source.every != destination.every:
         return 1
-    return gcd(source.states, destination.states)
+    # The rows of one group of tokens must not reach around a ring.
+    group = pair.visibility.chunk if source.ring else None
+    return gcd(source.states, destination.states, group or 0)
 
 
 def _by_chunk(
     pair: GroupPair, strips: Sequence[StridedRuns], chunk: int
 ) -> Iterator[tuple[Ends, RepeatedRuns]]:
-    """Fold the states of each chunk into longer runs; yield (state strides in bytes, runs).
+    """Extend the runs of single states to the `chunk` states of a chunk.
 
-    The strides are 0 if there is only one chunk per kernel block.
+    Yield (distances, runs). The distances are the bytes between consecutive states in the source
+    and in the destination. They are 0 if a kernel block has only one chunk.
     """
     if pair.per_state is None:
         yield from (((0, 0), runs) for runs in repeated(strips))

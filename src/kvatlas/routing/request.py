@@ -1,4 +1,4 @@
-"""One request at both ends of a route: its tokens, and the blocks that hold their states."""
+"""One request of a route: its tokens, its source blocks and its destination blocks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from kvatlas.geometry.strided_runs import Ends
 from kvatlas.planning import Plan
 from kvatlas.routing.block_tables import RequestTables, checked_rank
 from kvatlas.routing.compiler import GroupPair
-from kvatlas.routing.token_ranges import needed_states, token_range
+from kvatlas.routing.token_ranges import needed_states, ring_states, token_range
 
 
 class BoundStates(NamedTuple):
-    """Spans of states to copy between two groups, and the block id of each span at both ends."""
+    """Spans of consecutive states to copy between two groups, with their block ids.
+
+    Each span has a block id at the source and one at the destination.
+    """
 
     states: StateSpans
     ids: tuple[Int64s, Int64s]
@@ -40,6 +43,8 @@ class RequestEnds:
         """
         if pair.per_state is None:
             states = self._recurrent(pair)
+        elif pair.cells[0].ring:
+            states = self._ring(pair, chunk or 1)
         elif chunk is None:
             span = needed_states(pair.visibility, pair.per_state, self.start, self.stop)
             states = CommonStates.between(*span, *pair.cells)
@@ -52,7 +57,7 @@ class RequestEnds:
         return states
 
     def _alike(self, pair: GroupPair) -> bool:
-        """Return whether source and destination use the same entries of the same block table."""
+        """Return whether source and destination use one block table in the same way."""
         return (
             self.source is self.destination
             and pair.groups[0] == pair.groups[1]
@@ -60,7 +65,10 @@ class RequestEnds:
         )
 
     def bind(self, pair: GroupPair, spans: StateSpans) -> BoundStates:
-        """Return spans together with their block ids, which `states` must have checked before."""
+        """Return spans of states together with their block ids.
+
+        Call `states` first: it checks the blocks.
+        """
         source = self.source.ids(pair.groups[0], spans.source.entry)
         return BoundStates(
             spans, (source, self.destination.ids(pair.groups[1], spans.destination.entry))
@@ -85,6 +93,18 @@ class RequestEnds:
         source = self.source.state_entry(pair.groups[0], self.stop)
         destination = self.destination.state_entry(pair.groups[1], self.stop)
         return CommonStates(blocks, 1, (source, destination), (1, 1))
+
+    def _ring(self, pair: GroupPair, chunk: int) -> CommonStates:
+        """Return a ring's rows for the last group of tokens, extended to chunks of `chunk` states.
+
+        The rows are needed even if the group is complete, because an engine may compute the last
+        token again.
+        """
+        first, stop = ring_states(pair.visibility, self.start, self.stop)
+        if first < stop:
+            first, stop = first // chunk * chunk, -(-stop // chunk) * chunk
+        source, destination = (c if chunk == 1 else _chunked(c, chunk) for c in pair.cells)
+        return CommonStates.between(first, stop, source, destination)
 
     def _chunks(self, pair: GroupPair, per_state: int, chunk: int) -> CommonStates:
         source, destination = pair.cells
@@ -116,9 +136,9 @@ def check_tables(
 
     Every group of the rank needs a table that covers the tokens. Blocks that hold needed states
     must be in the pool and appear once. Entries that are not needed may have any value and are
-    returned as -1. The states that windows need include those that the last `recompute` tokens
-    see. With `layers`, only the groups of those layers need a table. `end` names the plan in
-    error messages.
+    returned as -1. For a window, the needed states include those to which the last `recompute`
+    tokens attend. With `layers`, only the groups of those layers need a table. `end` names the plan
+    in error messages.
 
     >>> from kvatlas.planning import plan
     >>> node = plan("Qwen3-8B", memory="1GiB", max_len=512)
@@ -149,9 +169,9 @@ def _use_tables(
     kept = RequestEnds(tables, tables, tokens)
     plan, rank = tables.plan, tables.rank
     stage, tp_rank = plan.split_rank(rank)
-    for index, per_state in sorted(
+    for index, per_state, rows in sorted(
         {
-            (region.group, layer.spec.tokens_per_state or 0)
+            (region.group, layer.spec.tokens_per_state or 0, getattr(layer.spec, "rows", 0))
             for region in plan.regions
             if region.stage == stage
             for layer in region.layers
@@ -164,10 +184,12 @@ def _use_tables(
         cells = StateBlocks(
             group.block // (per_state or 1), every=plan.dcp, residue=tp_rank % plan.dcp
         )
+        if rows:
+            cells = StateBlocks(rows, ring=True)
         pair = GroupPair((index, index), per_state or None, group.visibility, (cells, cells))
         kept.states(pair)
 
 
 def _chunked(cells: StateBlocks, chunk: int) -> StateBlocks:
-    """Return `cells` with every kernel block divided into kernel blocks of `chunk` states."""
+    """Return the same states, divided into kernel blocks of `chunk` states each."""
     return cells._replace(states=chunk, split=cells.split * (cells.states // chunk))

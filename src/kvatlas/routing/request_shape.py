@@ -1,4 +1,4 @@
-"""`RequestShape`: all data that requests of the same shape share. Only their block ids differ.
+"""`RequestShape`: the runs of a request without block ids, for reuse by similar requests.
 
 Requests with the same tokens and the same number of blocks differ only in their block ids. The
 offsets of their spans and the used entries of their block tables are computed once. For each
@@ -33,7 +33,7 @@ def table_lengths(tables: Mapping[int, BlockIds]) -> Lengths:
 
 
 class TableShape:
-    """The used block table entries at the source or the destination, and blocks per pool."""
+    """The used block table entries of the source or the destination, and the sizes of its pools."""
 
     def __init__(self, tables: RequestTables) -> None:
         by_pool: dict[int, list[tuple[int, slice | Int64s]]] = defaultdict(list)
@@ -47,7 +47,7 @@ class TableShape:
         self._used = [(blocks[pool], used) for pool, used in by_pool.items()]
 
     def in_range(self, tables: Mapping[int, BlockIds]) -> bool:
-        """Return whether all used block ids are valid; tables must have this shape's lengths."""
+        """Return whether all used block ids are valid; `tables` must have this shape's lengths."""
         for blocks, used in self._used:
             for group, entries in used:
                 ids = tables[group][entries]
@@ -58,7 +58,7 @@ class TableShape:
         return True
 
     def distinct(self, tables: Mapping[int, BlockIds]) -> bool:
-        """Return whether the used entries of each pool have different block ids."""
+        """Return whether no two used entries of a pool have the same block id."""
         for _, used in self._used:
             ids = [tables[group][entries].tolist() for group, entries in used]
             if len(set().union(*ids)) < sum(map(len, ids)):
@@ -67,7 +67,7 @@ class TableShape:
 
 
 def _as_slice(entries: Int64s) -> slice | Int64s:
-    """Return the indices as a slice, which is faster, if they are consecutive."""
+    """Return indices as a slice if they are consecutive; indexing with a slice is faster."""
     first, last = int(entries[0]), int(entries[-1])
     return slice(first, last + 1) if last - first == len(entries) - 1 else entries
 

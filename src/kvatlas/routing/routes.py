@@ -141,7 +141,7 @@ class Route:
         tokens: Any,
         layers: Iterable[str] | None = None,
     ) -> Stream:
-        """Return the bytes that `bind` copies as a stream, whose runs are computed piece by piece.
+        """Return a stream of the bytes that `bind` copies; its runs are computed piece by piece.
 
         Memory use does not grow with the number of tokens. Both ends of a transfer derive the
         same stream from the same arguments.
@@ -217,11 +217,11 @@ class Route:
 
         They include the padding that the route copies.
 
-        The result depends only on the two plans, so a receiver can compare it with the bytes
-        that arrived: a block is ready when all its bytes have arrived. A layer with a window
-        needs the tokens that the next token sees according to the destination's spec or, if
-        both plans keep all tokens, every token (see `needed_states`). Earlier blocks are not
-        written, and no later token sees them.
+        The result depends only on the two plans, so a receiver can compare it with the bytes that
+        arrived: a block is ready when all its bytes have arrived. A layer with a window needs all
+        tokens if both plans keep all tokens of the layer. Otherwise it needs the tokens to which
+        the next token attends, according to the destination's spec (see `needed_states`). Earlier
+        blocks are not written, and no later token attends to them.
         """
         copies = bind_copies(*self._arriving(destination_rank, destination_blocks, tokens, layers))
         return {
@@ -329,7 +329,7 @@ class Route:
         return self._compiled.pairs(compiler, source_rank, destination_rank, names)
 
     def _refuse_converting(self) -> None:
-        """Raise an error if the route converts, because the bytes at both ends then differ."""
+        """Raise an error if the route converts: source and destination bytes then differ."""
         if self.conversion is not None:
             problem = "A converting route cannot copy bytes unchanged"
             got, hint = f"convert={self.conversion.name!r}", "Use Route.converted"
@@ -369,14 +369,15 @@ def route(
 ) -> Route:
     """Compile the route from one plan to another; raise an error if they are incompatible.
 
-    Compatibility depends on what the layers store, not on the model's name. `layers` restricts
-    the route to the named layers. `convert` names the conversions between different formats, for
+    Compatibility depends on what the layers store, not on the model's name. `layers` restricts the
+    route to the named layers. `convert` names the conversions between different formats, for
     example "fp8->bf16". To convert from fp8 or nvfp4, pass the source's per-tensor scales as
-    `source_scales`; to convert to fp8 or nvfp4, pass the destination's as `destination_scales`.
+    `source_scales`; to convert to fp8 or nvfp4, pass the destination's scales as
+    `destination_scales`.
 
     Some formats pad each row. If both plans declare the same padding after a field, it is copied
     with the field, because skipping it would split a run for every state. All byte counts include
-    this padding. Pass `padding=False` to skip it, for example to store only defined bytes.
+    this padding. Pass `padding=False` to skip it, for example to store only bytes with content.
     """
     return Route(
         source,

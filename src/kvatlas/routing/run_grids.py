@@ -1,4 +1,7 @@
-"""Runs of a request as starts and spans; a device adds each start to each span to get all runs.
+"""The runs of a request in a compact form: two lists of offsets, called starts and spans.
+
+There is one run for every pair of a start and a span, at the sum of their offsets. A device
+computes the sums.
 
 The offsets of a request's states in its blocks depend only on the number of tokens. Everything
 except the block ids is therefore computed once for each number of tokens and cached.
@@ -23,8 +26,8 @@ _Chosen = Literal["all", "whole", "rest"]
 
 _KEPT_ROWS = 1 << 11
 """Maximum number of spans that are cached for one number of tokens."""
-_KEPT = 8
-"""Maximum number of cached entries per `RepeatedRuns`."""
+_KEPT = 8, 128
+"""Maximum numbers of cached entries per `RepeatedRuns`: of the longest and of short requests."""
 
 
 BlockIds = Int64s | NDArray[np.uint32]
@@ -32,7 +35,10 @@ BlockIds = Int64s | NDArray[np.uint32]
 
 
 class SpanTemplate(NamedTuple):
-    """Spans of a request without block ids, and the starts to combine them with."""
+    """The runs of a request as starts and spans, without block ids.
+
+    A span is a byte range in a block. There is one run for every pair of a start and a span.
+    """
 
     starts: Starts
     entries: tuple[Int64s, Int64s]
@@ -47,7 +53,10 @@ class SpanTemplate(NamedTuple):
 
 
 class SpanPattern(NamedTuple):
-    """Spans between two groups, complete except for block ids, for requests of one shape."""
+    """The runs between two groups as starts and spans, complete except for block ids.
+
+    A pattern fits all requests with the same tokens and the same numbers of blocks.
+    """
 
     pools: tuple[int, int]
     groups: tuple[int, int]
@@ -79,7 +88,10 @@ class SpanPattern(NamedTuple):
             out += made.offsets[end]
 
     def grid(self, source: Mapping[int, BlockIds], destination: Mapping[int, BlockIds]) -> Copy:
-        """Return a `Copy` with the runs of the request that has these block tables, by group."""
+        """Return a `Copy` with the runs of a request.
+
+        `source` and `destination` are its block tables, by group.
+        """
         made = self.template
         at = np.empty((2, len(made.length)), dtype=np.int64)
         self.fill(0, source, at[0])
@@ -87,7 +99,7 @@ class SpanPattern(NamedTuple):
         return Copy(*self.pools, at[0], at[1], made.length, starts=made.starts, cast=self.cast)
 
     def reach(self, end: int, blocks: int) -> tuple[int, int]:
-        """Return (first, stop), the byte range that the spans of block ids 0..blocks - 1 can use.
+        """Return (first, stop): the byte range that spans with block ids 0..blocks - 1 can use.
 
         `end` is 0 for the source and 1 for the destination.
         """
@@ -105,7 +117,7 @@ def span_patterns(
     states: CommonStates,
     span: tuple[int, int],
 ) -> Iterator[SpanPattern]:
-    """Yield patterns that copy states `span[0] .. span[1] - 1` between two groups."""
+    """Yield the runs that copy states `span[0] .. span[1] - 1` between two groups, as patterns."""
     pair, cell = compiled.pair, compiled.pair.cells[0].states
     rest: _Chosen = "rest" if compiled.whole else "all"
     parts: list[tuple[_Chosen, list[RepeatedRuns]]] = [
@@ -126,8 +138,11 @@ def _templates(
     made: list[SpanTemplate] | None = runs.kept.get(key)
     if made is None:
         made = list(_made(runs, states.spans(*span), chosen, cell))
-        if sum(len(one.length) for one in made) <= _KEPT_ROWS:
-            for old in [one for one in list(runs.kept) if isinstance(one, tuple)][: 1 - _KEPT]:
+        rows = sum(len(one.length) for one in made)
+        if rows <= _KEPT_ROWS:
+            few, many = _KEPT
+            keep = min(many, few * _KEPT_ROWS // max(1, rows))
+            for old in [one for one in list(runs.kept) if isinstance(one, tuple)][: 1 - keep]:
                 runs.kept.pop(old, None)
             runs.kept[key] = made
     return made
@@ -136,10 +151,11 @@ def _templates(
 def _made(
     runs: RepeatedRuns, spans: StateSpans, chosen: _Chosen, cell: int
 ) -> Iterator[SpanTemplate]:
-    """Yield templates of the spans that `chosen` selects: all, those of whole cells, or the rest.
+    """Yield one or two templates with the spans of states that `chosen` selects.
 
-    A cell has `cell` states. If states are not contiguous, each state is a separate run. The
-    spans of the greatest length then use starts that include the offsets of their states, so
+    A cell is a kernel block with `cell` states. `chosen` selects the spans that fill a cell, the
+    others, or all. If the states of a block are not contiguous, each state is a separate run. In
+    this case, the longest spans get a template whose starts include the offsets of the states, so
     that a request needs only one span per block. In shorter spans, each state becomes a span.
     """
     if chosen != "all":

@@ -4,8 +4,8 @@ The order depends only on the two plans, the ranks, the block tables, the tokens
 Both ends of a transfer therefore derive the same order, and a start and a stop describe a piece
 completely. The stream contains one pair of groups after another. The states of a pair are divided
 into chunks, in request order. Within a chunk, runs are sorted by destination and joined if they are
-adjacent at both ends. All states of a pair have the same number of bytes, so a division finds the
-chunk of any position, and only that chunk is computed.
+adjacent in both source and destination. All states of a pair have the same number of bytes, so a
+division finds the chunk of any position, and only that chunk is computed.
 
 A chunk has about `CHUNK_RUNS` runs. If a chunk would have more runs, because elements are copied
 one by one, the strips of the pair are divided into sections. The chunk boundaries are part of the
@@ -51,7 +51,10 @@ _COUNTED = 1 << 16
 
 
 class StreamSection(NamedTuple):
-    """States `first .. stop - 1` of a pair of groups, with all or some of the pair's strips."""
+    """A section of a stream: states `first .. stop - 1` of a pair of groups.
+
+    It contains all runs of these states, or some of them if a state has very many.
+    """
 
     compiled: CompiledPair
     states: CommonStates
@@ -73,7 +76,7 @@ class StreamSection(NamedTuple):
         return (state - self.first) // self.cell * self.cell_bytes
 
     def chunk_at(self, offset: int) -> tuple[int, int]:
-        """Return (first, stop) of the states of the chunk that contains the byte at `offset`."""
+        """Return (first, stop), the states of the chunk that contains the byte at `offset`."""
         state = self.first + offset // self.cell_bytes * self.cell
         shift = self.states.local[0]
         begin = (state + shift) // self.chunk * self.chunk - shift
@@ -81,7 +84,7 @@ class StreamSection(NamedTuple):
 
 
 class StreamChunk(NamedTuple):
-    """The runs of one chunk, and the offset in the chunk at which each run ends."""
+    """The runs of one chunk of a stream, and the offset in the chunk at which each run ends."""
 
     section: int
     first: int
@@ -148,19 +151,19 @@ class Stream:
 
     @cached_property
     def runs(self) -> int:
-        """Upper bound on the number of runs. Adjacent runs of different strips count separately."""
+        """Upper bound on the number of runs of the stream; adjacent ones may count separately."""
         return sum(map(self._count, self._sections))
 
     @property
     def runs_apart(self) -> int:
-        """Number of runs if adjacent blocks are not joined; fast once `grids` is cached."""
+        """Number of runs if runs of adjacent blocks are not joined; fast if `grids` is cached."""
         return sum(map(len, self.grids()))
 
     def copies(self, start: int, stop: int) -> tuple[Copy, ...]:
         """Return `Copy` objects with the runs of bytes `start .. stop - 1` of the stream.
 
-        Runs are cut at `start` and `stop`. Copies are in stream order; several may have the same
-        pools.
+        Runs are cut at `start` and `stop`. The copies are in stream order.
+        Several of them may have the same pair of pools.
         """
         return tuple(self.walk(start, stop))
 
@@ -197,13 +200,13 @@ class Stream:
         )
 
     def shape(self) -> RequestShape:
-        """Return the stream's runs without block ids, to reuse them with other block ids."""
+        """Return the runs of the stream without block ids, for reuse with other block ids."""
         source, destination = self._request.source, self._request.destination
         nbytes, patterns = self.nbytes, tuple(self.patterns())
         return RequestShape(nbytes, nbytes, patterns, TableShape(source), TableShape(destination))
 
     def patterns(self) -> Iterator[SpanPattern]:
-        """Yield the spans of the stream, without block ids."""
+        """Yield the runs of the stream as starts and spans (see `Copy`), without block ids."""
         for section in self._sections:
             span, pools = (section.first, section.stop), self._request.pools(section.compiled.pair)
             yield from span_patterns(pools, section.compiled, section.states, span)
@@ -257,7 +260,7 @@ def checked_range(start: Any, stop: Any, nbytes: int) -> tuple[int, int]:
 
 
 def _sections(compiled: CompiledPair, states: CommonStates) -> Iterator[StreamSection]:
-    """Yield the states of a pair in as few sections as the chunk size permits."""
+    """Divide the states of a pair of groups into as few sections as the chunk size permits."""
     if not states.total:
         return
     apart, cell = compiled._replace(whole=[]), compiled.pair.cells[0].states
@@ -280,7 +283,7 @@ def _sections(compiled: CompiledPair, states: CommonStates) -> Iterator[StreamSe
 def _of_states(
     compiled: CompiledPair, states: CommonStates, first: int, stop: int
 ) -> Iterator[StreamSection]:
-    """Yield sections of single states, in chunks that are aligned to the blocks of both ends."""
+    """Yield sections that copy state by state; their chunks end at block boundaries if possible."""
     if first == stop:
         return
     unit = spans = 1
@@ -298,7 +301,7 @@ def _of_states(
 def _of_cells(
     compiled: CompiledPair, states: CommonStates, first: int, stop: int
 ) -> Iterator[StreamSection]:
-    """Yield sections of whole kernel blocks."""
+    """Yield sections that copy whole kernel blocks."""
     if first == stop:
         return
     cell = compiled.pair.cells[0].states
@@ -309,7 +312,7 @@ def _of_cells(
 
 
 def _divided(repeated: list[RepeatedRuns], each: int) -> Iterator[list[RepeatedRuns]]:
-    """Divide strips into lists of at most `CHUNK_RUNS` runs; each start counts as `each` runs."""
+    """Divide runs into lists of at most `CHUNK_RUNS` runs, where each start has `each` runs."""
     most = max(1, CHUNK_RUNS // each)
     if sum(len(runs.starts.source) for runs in repeated) <= most:
         yield repeated
@@ -320,7 +323,7 @@ def _divided(repeated: list[RepeatedRuns], each: int) -> Iterator[list[RepeatedR
 
 
 def _runs(repeated: list[RepeatedRuns], spans: int, states: int) -> int:
-    """Return the maximum number of runs of `spans` spans with `states` states in total."""
+    """Return the maximum number of runs that copy `spans` spans with `states` states in total."""
     return sum(
         len(runs.starts.source) * (spans if runs.strip.gapless else states) for runs in repeated
     )

@@ -11,7 +11,9 @@ from kvatlas.specs import Visibility
 
 
 def token_range(tokens: Any, most: int) -> tuple[int, int]:
-    """Return (start, stop) for a number of tokens, a pair or a range; stop is at most `most`.
+    """Return `tokens` as (start, stop).
+
+    `tokens` is a number, a pair or a range. Raises an error if stop exceeds `most`.
 
     >>> token_range(100, 512), token_range((32, 100), 512)
     ((0, 100), (32, 100))
@@ -25,7 +27,7 @@ def token_range(tokens: Any, most: int) -> tuple[int, int]:
         start, stop = (integer(edge, "a token") for edge in pair)
         if 0 <= start <= stop <= most:
             return start, stop
-    problem = f"tokens must be a number or a range (start, stop) with 0 <= start <= stop <= {most}"
+    problem = f"`tokens` must be a number or (start, stop) with 0 <= start <= stop <= {most}"
     hint = "Pass tokens=n for the first n tokens, or tokens=(start, stop)"
     raise AtlasError(Code.BAD_TOKENS, problem, got=repr(tokens), hint=hint)
 
@@ -43,6 +45,18 @@ def needed_states(visibility: Visibility, per_state: int, start: int, stop: int)
         return 0, visibility.source // per_state
     first = min(max(start, visibility.first(stop)), stop)
     return first // per_state, stop // per_state
+
+
+def ring_states(visibility: Visibility, start: int, stop: int) -> tuple[int, int]:
+    """Return (first, stop) of the tokens whose ring rows are copied.
+
+    These are the tokens of the group that contains the last token.
+
+    >>> group = Visibility(chunk=4)
+    >>> ring_states(group, 0, 11), ring_states(group, 0, 12), ring_states(group, 10, 12)
+    ((8, 11), (8, 12), (10, 12))
+    """
+    return min(max(start, int(visibility.first(max(stop - 1, 0)))), stop), stop
 
 
 def shared_visibility(source: Plan, destination: Plan, layer: str) -> Visibility:

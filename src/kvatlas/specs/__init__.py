@@ -26,6 +26,7 @@ from kvatlas.specs.latent import (
     CompressorState,
     Indexer,
     LatentAttention,
+    Ring,
     SlidingLatentAttention,
     compressed_latent,
     sparse_latent,
@@ -54,6 +55,7 @@ AnySpec = (
     | SlidingLatentAttention
     | Indexer
     | CompressorState
+    | Ring
     | Mamba1
     | Mamba2
     | GatedDeltaNet
@@ -84,6 +86,7 @@ __all__ = [
     "Mamba2",
     "Packing",
     "Recurrent",
+    "Ring",
     "Rwkv7",
     "ShortConv",
     "SinkAttention",

@@ -170,7 +170,7 @@ class SlidingAttention(Attention, frozen=True, kw_only=True, tag="sliding_window
 
 
 class ChunkedAttention(Attention, frozen=True, kw_only=True, tag="chunked_attention"):
-    """Attention within chunks: a query sees only earlier tokens of its chunk of `chunk` tokens."""
+    """Attention within chunks of `chunk` tokens: a query attends only to tokens of its chunk."""
 
     chunk: int
 
@@ -209,7 +209,11 @@ def _cells(heads: int, states: int) -> tuple[FieldAxis, FieldAxis]:
 def _planes_of_heads(
     parts: list[ElementRow], heads: int, states: int, shard: Shard, *, head: int = 0
 ) -> list[Field]:
-    """Return one field per part. From head `head` on, each head stores one plane per part."""
+    """Return one field per part, for heads that store each part as a plane.
+
+    A part is, for example, the elements of K or their scales. Each head stores all rows of one
+    part, then all rows of the next part. `head` is the index of the first head.
+    """
     fields, offset = [], 0
     for part in parts:
         rows = [("N", states), ("C", part.items)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, lru_cache
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
 import msgspec
 
@@ -18,6 +18,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_u
 
     A spec describes the layer of the whole model; `page` returns the shard of one rank.
     """
+
+    may_be_zero: ClassVar[tuple[str, ...]] = ()
+    """Sizes that may be 0 although their default is not."""
 
     @property
     def tokens_per_state(self) -> int | None:
@@ -86,7 +89,8 @@ def check(spec: Spec) -> None:
         if value is None and None in options:
             continue
         if int in options:
-            (natural if default == 0 else positive)(value, f"parameter {name} of {kind.__name__}")
+            may_be_zero = default == 0 or name in kind.may_be_zero
+            (natural if may_be_zero else positive)(value, f"parameter {name} of {kind.__name__}")
         elif value not in options:
             hint = f"Use one of {', '.join(map(repr, options))}"
             problem = f"Parameter {name} of {kind.__name__} has an unknown value"

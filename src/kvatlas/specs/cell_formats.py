@@ -23,7 +23,7 @@ from kvatlas.specs.attention import Attention
 from kvatlas.specs.base import Spec
 from kvatlas.specs.cell_content import ATTENTION_CACHES
 from kvatlas.specs.identity import without_packing
-from kvatlas.specs.latent import LATENT_CACHES, CompressorState, Indexer, LatentAttention
+from kvatlas.specs.latent import LATENT_CACHES, CompressorState, Indexer, LatentAttention, Ring
 from kvatlas.specs.recurrent import Recurrent
 
 PLAIN_FORMATS = ("fp32", "bf16", "fp16")
@@ -76,7 +76,7 @@ def content_formats(spec: Spec) -> Mapping[str, str]:
         return {state.name: DType.of(state.dtype).name for state in spec.layer_states()}
     if isinstance(spec, Indexer):
         return {"rows": spec.cache}
-    if isinstance(spec, CompressorState):
+    if isinstance(spec, CompressorState | Ring):
         return {"rows": DType.of(spec.dtype).name}
     bare: Any = without_packing(spec)
     return {"rows": DType.of(bare.dtype).name if bare.cache == "auto" else bare.cache}
@@ -126,7 +126,10 @@ class ElementCast(NamedTuple):
 
 
 class CellRow(NamedTuple):
-    """The elements of one field in a cell: `items` storage items from byte `at` of the cell."""
+    """The elements of one field in a cell, which begin at byte `at` of the cell.
+
+    `items` is their number, or the number of bytes if several elements share a byte.
+    """
 
     name: str
     dtype: DType
@@ -141,10 +144,11 @@ class CellRow(NamedTuple):
 
 @dataclass(frozen=True)
 class CellFormat:
-    """The rows of bytes in one cell of a layer, and the scales of the layer's tensors.
+    """The format of a layer's cells, and the scales of its tensors.
 
-    The fields of a cell follow each other without padding. For recurrent layers, `field` is
-    the name of the state, and a cell is one element of it.
+    A cell is the unit of conversion: what one head stores for one token. The fields of a cell
+    follow each other without padding. For recurrent layers, `field` is the name of the state, and a
+    cell is one element of it.
 
     >>> from kvatlas.specs import FullAttention
     >>> cell = CellFormat(FullAttention(heads=8, head_dim=64, cache="int8_per_token_head"))
@@ -168,7 +172,7 @@ class CellFormat:
 
     @property
     def formats(self) -> Mapping[str, str]:
-        """The format of the cell: {'rows': format}, or {name: format} of a recurrent state."""
+        """The format of the cell, as {'rows': format} or, for a recurrent state, {name: format}."""
         formats = content_formats(self.spec)
         return formats if self.field is None else {self.field: formats[self.field]}
 

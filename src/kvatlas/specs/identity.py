@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from kvatlas.specs.base import Spec
+from kvatlas.specs.latent import Ring
 
 _PACKING = ("packing", "scales", "align", "conv_order")
 """Parameters that determine where bytes are in a page; routes translate between them."""
@@ -20,6 +21,8 @@ _DTYPES = ("dtype", "cache", "conv_dtype", "ssm_dtype", "shift_dtype")
 def without_packing(spec: Spec) -> Spec:
     """Return the spec with default packing and the canonical name of its cache dtype.
 
+    A ring gets the smallest size, because routes copy between rings of different sizes.
+
     >>> from kvatlas.specs import FullAttention
     >>> one, two = (FullAttention(heads=8, head_dim=64, cache=c) for c in ("fp8", "fp8_e4m3"))
     >>> without_packing(one) == without_packing(two)
@@ -29,6 +32,8 @@ def without_packing(spec: Spec) -> Spec:
     True
     """
     bare = _with_defaults(spec, _PACKING)
+    if isinstance(bare, Ring):
+        bare = msgspec.structs.replace(bare, rows=bare.group, fills_page=False)
     if getattr(bare, "cache", None) == "fp8_e4m3":
         return msgspec.structs.replace(bare, cache="fp8")
     return bare

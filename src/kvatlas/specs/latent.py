@@ -1,8 +1,8 @@
-"""Specs of latent attention (MLA): one row for all heads, and the smaller caches of a layer.
+"""Specs of latent attention (MLA), and of the smaller caches of such layers.
 
-MLA caches a compressed row (the latent) and a rotary part for each state. There are no
-heads, so every TP rank holds the whole row. Sparse models also cache the keys of an indexer.
-DeepSeek-V4 stores one state for 4 or 128 tokens; a sliding window of uncompressed rows and
+For each state, MLA caches one row for all heads: a compressed part (the latent) and a rotary part.
+There are no KV heads, so every TP rank holds the whole row. Sparse models also cache the keys of an
+indexer. DeepSeek-V4 stores one state for 4 or 128 tokens; a sliding window of uncompressed rows and
 the running states of the compressor are in separate caches.
 
 `cache` is `auto` (the model's dtype), `fp8` (one scale for the tensor), or one of the
@@ -18,10 +18,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import msgspec
+
 from kvatlas.geometry import DType, ElementRow, Field, FieldAxis, Page, Shard, Sharding
-from kvatlas.geometry.integers import round_up
+from kvatlas.geometry.integers import positive, round_up
 from kvatlas.geometry.packing import in_cells, in_planes, row_bytes
 from kvatlas.specs.base import Spec, bad_spec, check, check_page, plain_dtype
+from kvatlas.specs.visibility import Visibility
 
 Version = Literal["v3", "v4", "v4.1"]
 
@@ -78,7 +81,7 @@ class _ReplicatedRows(Spec, frozen=True, kw_only=True):
         return page.padded(round_up(page.unpadded, self._alignment()))
 
     def _planes(self) -> list[list[ElementRow]]:
-        """Return the parts of one row, as one list per plane of the page."""
+        """Return the parts of one row (elements, scales), in one list per plane of the page."""
         raise NotImplementedError
 
     def _alignment(self) -> int:
@@ -95,8 +98,11 @@ class LatentAttention(_ReplicatedRows, frozen=True, kw_only=True, tag="latent_at
     656
     """
 
+    may_be_zero = ("rope",)
+
     latent: int = 512
     rope: int = 64
+    """Rotary elements; 0 if the model has no rotary embedding."""
     dtype: str = "bf16"
     cache: str = "auto"
     version: Version = "v3"
@@ -121,7 +127,7 @@ class LatentAttention(_ReplicatedRows, frozen=True, kw_only=True, tag="latent_at
         if self.cache in ("auto", "fp8", "fp8_e4m3"):
             element = plain_dtype(self.dtype if self.cache == "auto" else "e4m3")
             widths = {"latent": self.latent, "rope": self.rope}
-            return [[ElementRow(name, element, width) for name, width in widths.items()]]
+            return [[ElementRow(name, element, width) for name, width in widths.items() if width]]
         form = _FORMATS.get((self.cache, self.version))
         if form is None:
             known = ", ".join(f"{cache} ({version})" for cache, version in _FORMATS)
@@ -129,6 +135,12 @@ class LatentAttention(_ReplicatedRows, frozen=True, kw_only=True, tag="latent_at
             got = f"cache={self.cache!r}, version={self.version!r}"
             hint = f"Use 'auto', 'fp8', or one of {known}"
             raise bad_spec(problem, got, hint)
+        if not self.rope:
+            raise bad_spec(
+                f"Cache dtype {self.cache} needs rotary elements",
+                "rope=0",
+                "Use another cache dtype, such as cache='fp8'",
+            )
         scaled = self.latent + (self.rope if form.rope_scaled else 0)
         if scaled % form.block:
             sizes = "latent + rope" if form.rope_scaled else "latent"
@@ -166,7 +178,8 @@ class Indexer(_ReplicatedRows, frozen=True, kw_only=True, tag="indexer"):
     """
 
     head_dim: int = 128
-    cache: Literal["fp8", "mxfp4", "bf16"] = "fp8"
+    cache: Literal["fp8", "e4m3", "mxfp4", "bf16"] = "fp8"
+    """Format of a key; `e4m3` has no scale."""
     compress: int = 1
     align: int = 1
 
@@ -178,7 +191,7 @@ class Indexer(_ReplicatedRows, frozen=True, kw_only=True, tag="indexer"):
                 "Pass a multiple of 32, such as head_dim=128",
             )
         keys = [ElementRow("index", DType.of(self.cache), self.head_dim)]
-        if self.cache == "bf16":
+        if self.cache in ("bf16", "e4m3"):
             return [keys]
         if self.cache == "fp8":
             return [keys, [ElementRow("index_scale", DType.of("fp32"), 1)]]
@@ -200,6 +213,89 @@ class CompressorState(_ReplicatedRows, frozen=True, kw_only=True, tag="compresso
 
     def _planes(self) -> list[list[ElementRow]]:
         return [[ElementRow("state", plain_dtype(self.dtype), self.width)]]
+
+
+class Ring(_ReplicatedRows, frozen=True, kw_only=True, tag="ring"):
+    """Raw rows of the tokens that are not compressed yet, in one block per request.
+
+    A compressed cache stores one state for a group of `group` tokens. It needs the raw rows of the
+    last group until this group is complete. The row of token t is state t % `rows`. The ring is
+    larger than a group if an engine decodes several speculative tokens at once.
+
+    >>> ring = Ring(group=4, rows=8, width=128)
+    >>> ring.page(16).states, ring.page(256).nbytes
+    (8, 2048)
+    >>> ring.visibility.first(1003)  # the rows that the token at position 1003 needs begin here
+    1000
+    """
+
+    group: int
+    """Tokens per compressed state. Only the rows of the last, incomplete group are needed."""
+    rows: int
+    """States of the ring, at least `group`."""
+    width: int
+    """Elements of a row."""
+    dtype: str = "bf16"
+    parts: Literal[1, 2] = 1
+    """With 2, a token has two rows, in two heads: a key, and the score that weighs it."""
+    positions: int = 0
+    """Coordinates of a token (8 bytes each) that follow its row, for models of images and video."""
+    fills_page: bool = False
+    """Whether engines enlarge the ring to the page size of the same layer's attention."""
+
+    @property
+    def tokens_per_state(self) -> int | None:
+        """Always 1: a ring stores one state per token."""
+        return 1
+
+    @property
+    def visibility(self) -> Visibility:
+        """The tokens of the query's own group, as for chunked attention."""
+        return Visibility(chunk=self.group)
+
+    def states(self, block: int) -> int:
+        """Return `rows`, whatever the block size."""
+        positive(block, "the block size")
+        if self.rows < self.group:
+            raise bad_spec(
+                "A ring must be large enough for a group",
+                f"{self.rows} rows for groups of {self.group} tokens",
+                "Pass at least group as rows=",
+            )
+        return self.rows
+
+    def page(self, block: int, *, tp: int = 1, rank: int = 0) -> Page:
+        """Return the page, which is the same on every rank and for every block size."""
+        if self.parts == 1:
+            return _ReplicatedRows.page(self, block, tp=tp, rank=rank)
+        states, sharding, key = self.states(block), Sharding.replicated(), self._planes()[0]
+        cells = (FieldAxis("N", states, "N"),)
+        shard = Shard(sharding, sharding.ranges(tp, rank))
+        score = [replace(part, name=f"{part.name}_score") for part in key]
+        fields = (*in_cells(key, cells, shard), *in_cells(score, cells, shard, head=1))
+        return Page(2, states, row_bytes(key), fields)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that the ring stores for one token."""
+        return self.parts * row_bytes(self._planes()[0])
+
+    def enlarged(self, nbytes: int) -> Ring:
+        """Return the ring with as many rows as fit in a page of `nbytes` bytes.
+
+        >>> Ring(group=8, rows=8, width=512).enlarged(32768).rows
+        32
+        """
+        return msgspec.structs.replace(self, rows=nbytes // self.row_bytes)
+
+    def _planes(self) -> list[list[ElementRow]]:
+        rows = [ElementRow("raw", plain_dtype(self.dtype), self.width)]
+        if self.positions:
+            nbytes = row_bytes(rows)
+            if nbytes % 8:
+                rows.append(ElementRow("pad", DType.of("uint8"), -nbytes % 8))
+            rows.append(ElementRow("position", DType.of("uint8"), 8 * self.positions))
+        return [rows]
 
 
 def sparse_latent(
@@ -226,7 +322,7 @@ def compressed_latent(
     index_dim: int = 128,
     index_cache: Literal["fp8", "mxfp4"] = "fp8",
 ) -> dict[str, Spec]:
-    """Return the specs of a DeepSeek-V4 layer that stores one state for `ratio` tokens, by name.
+    """Return the specs, by name, of a DeepSeek-V4 layer that stores one state for `ratio` tokens.
 
     With ratio 4, compression windows overlap: the compressor covers twice as many tokens and
     keeps two sums per token, and there is an indexer with a separate compressor. With ratio
@@ -262,9 +358,9 @@ def compressed_latent(
 
 
 def _interleaved(scales: Field) -> Field:
-    """Return the scale field with its scales in four columns, as FlashMLA expects.
+    """Return the field of a row's 32 scales in the byte order that FlashMLA expects.
 
-    Of 32 scales, scale s is stored at byte 8 * (s % 4) + s // 4.
+    Scale s is stored at byte 8 * (s % 4) + s // 4.
     """
     *cells, row = scales.axes
     if row.size % 4:

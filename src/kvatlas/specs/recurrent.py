@@ -186,7 +186,7 @@ class ShortConv(_WithConv, frozen=True, kw_only=True, tag="short_conv"):
 
 
 class Rwkv7(Recurrent, frozen=True, kw_only=True, tag="rwkv7"):
-    """RWKV-7: one square matrix for each head, and the last input of both token shifts.
+    """RWKV-7: one square matrix for each head, and the last input of each of two token shifts.
 
     Token shifts mix whole hidden rows, so their inputs are replicated on every rank.
     """

@@ -12,11 +12,11 @@ from kvatlas.specs.base import Spec
 
 
 def in_layout(spec: Spec, layout: Layout) -> Spec:
-    """Return the spec with `scales` set to a location that the layout allows, if it is None.
+    """Return the spec with its scales at a location that the layout allows.
 
-    Scales in planes after all data of K and V need contiguous pages. If heads are not adjacent
-    but the states of a head are contiguous, each head gets its planes; otherwise scales are in
-    cells.
+    A location that the spec already sets is kept. Scales in planes after all data of K and V need
+    contiguous pages. If heads are not adjacent but the states of a head are contiguous, each head
+    gets separate planes; otherwise scales are in cells.
 
     >>> from kvatlas.specs import FullAttention
     >>> nvfp4 = FullAttention(heads=8, head_dim=128, cache="nvfp4")

@@ -155,14 +155,14 @@ class Weights:
         if tp * ep == 0:
             raise AtlasError(
                 Code.BAD_TOPOLOGY,
-                "tp and ep must be at least 1",
+                "`tp` and `ep` must be at least 1",
                 got=f"tp {tp}, ep {ep}",
                 hint="Pass 1 for a kind of parallelism that is not used",
             )
         if sum(shares) != len(self.layers):
             raise AtlasError(
                 Code.BAD_TOPOLOGY,
-                f"stage_layers must add up to the model's {len(self.layers)} layers",
+                f"`stage_layers` must add up to the model's {len(self.layers)} layers",
                 got=f"{shares}, which add up to {sum(shares)}",
                 hint="Pass the number of layers of each stage, or omit stage_layers",
             )
@@ -281,7 +281,8 @@ def _read(source: Source, dtype: str | None) -> Weights:
 def _described_type(root: Config, text: Config, architecture: str) -> str:
     """Return the model type that selects how weights are counted.
 
-    It is the first model type of the config, or else the architecture's name, that is known.
+    Candidates are the model types in the config, then the architecture's name. The first that is
+    in the table of families is returned.
     """
     class_name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", architecture.partition("For")[0]).lower()
     types = [text.text("model_type") or "", root.text("model_type") or "", class_name]
@@ -289,7 +290,7 @@ def _described_type(root: Config, text: Config, architecture: str) -> str:
 
 
 def _doubt(model_type: str, config: Config) -> list[str]:
-    """Return a list with a warning if the parameter count of a model type was not verified."""
+    """Return a list with a warning if parameter counts of this model type were never verified."""
     if model_type not in FAMILIES:
         return [f"unknown family {model_type or '(none)'}: counted like Llama"]
     # Kimi-K3, and Qwen4 with embeddings of n-grams

@@ -32,7 +32,8 @@ from kvatlas.specs import (
 )
 
 Predictors = Literal["none", "bare", "embeds"]
-"""MTP layers in checkpoints: `none`, `bare` without an embedding, or `embeds` with one each."""
+"""MTP layers in checkpoints: none, `bare` layers, or layers that have an embedding each
+(`embeds`)."""
 
 Gate = Literal["none", "head", "element"]
 """The gate of an attention's output: none, one per head, or one per element."""

@@ -39,7 +39,10 @@ class NamePatterns:
         self._expression = re.compile("|".join(parts)) if parts else None
 
     def match(self, name: str) -> bool:
-        """Return whether a pattern matches `name`, one of its words or (`inside`) its parent."""
+        """Return whether any pattern matches a tensor's name, or one of its words.
+
+        If `inside` is true, patterns may also match the module that contains the tensor.
+        """
         words = name.split(".")
         shortest = 1 if self._inside else len(words)
         if any(".".join(words[:end]) in self._exact for end in range(shortest, len(words) + 1)):

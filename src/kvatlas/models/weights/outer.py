@@ -21,7 +21,10 @@ def embedding_width(text: Text) -> int:
 
 
 def before_layers(text: Text) -> list[Tensor]:
-    """Return the weights between the embedding and the first layer: positions, projections."""
+    """Return the weights between the embedding and the first layer.
+
+    These are position embeddings and projections.
+    """
     config, traits, width = text.config, text.traits, embedding_width(text)
     tensors = first_tensors(text)
     if traits.positions:

@@ -108,7 +108,7 @@ def quantisation(root: Config, text: Config, warnings: list[str]) -> Quantisatio
 
 
 def _uniform(method: str, section: Config, text: Config) -> Quantisation | None:
-    """Return the scheme of a method that quantises most matrices in one format."""
+    """Return the scheme of `method` if it quantises matrices in one format; else None."""
     default, ignored = _method(method, section), _ignored(section)
     if default is None:
         return None
@@ -187,7 +187,10 @@ def _mixed(layers: Config, section: Config, warnings: list[str]) -> Quantisation
 
 
 def _grouped(groups: Config, section: Config, warnings: list[str]) -> Quantisation | None:
-    """Return the scheme of compressed-tensors' config groups; None if none quantises weights."""
+    """Return the scheme of the config groups of compressed-tensors.
+
+    Returns None if no group quantises weights.
+    """
     chosen, default, labels = [], None, []
     if (section.section("sparsity_config") or Config({})).text("format") not in (None, "dense"):
         warnings.append("sparse weights in the checkpoint: counted as dense")
@@ -210,7 +213,7 @@ def _grouped(groups: Config, section: Config, warnings: list[str]) -> Quantisati
 
 
 def _strategy(weights: Config, packing: str) -> Format:
-    """Return the format of one group of compressed-tensors, stored with the given `packing`."""
+    """Return the weight format that a config group of compressed-tensors specifies."""
     bits, kind = weights.count("num_bits", default=8), weights.text("type") or "int"
     group, strategy = weights.size("group_size"), weights.text("strategy")
     name = ("fp" if kind == "float" else "int") + str(bits)

@@ -19,7 +19,7 @@ def blocks(
     depth: int, hidden: int, width: int, *, heads: int, bias: bool = True, gated: bool = False,
     norms: int = 2, head_norms: int = 0,
 ) -> list[Tensor]:  # fmt: skip
-    """Return the weights of a vision transformer's blocks, as `depth` copies of one block."""
+    """Return the weights of a vision transformer with `depth` blocks of equal shape."""
     return [
         *linear("tower", "attn", 4 * hidden, hidden, parts=heads, copies=depth, bias=bias),
         *linear("tower", "up", width * (1 + gated), hidden, parts=heads, copies=depth, bias=bias),

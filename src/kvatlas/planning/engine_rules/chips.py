@@ -15,21 +15,26 @@ CHIPS = (*AMPERE, *HOPPER, *BLACKWELL, *CONSUMER_BLACKWELL)
 _BY_GPU = {
     "A100-40GB": "sm80",
     "A100-80GB": "sm80",
+    "A10G": "sm86",
     "L4": "sm89",
     "L40S": "sm89",
     "RTX-4090": "sm89",
     "RTX-6000-Ada": "sm89",
     "H100": "sm90",
+    "H20": "sm90",
     "H200": "sm90",
     "GH200": "sm90",
     "B200": "sm100",
+    "GB200": "sm100",
     "B300": "sm103",
     "RTX-5090": "sm120",
 }
 
 
 def chip_of(gpu: str) -> str | None:
-    """Return the chip of a GPU by its name in `kvatlas.models.GPUS`; None for an AMD GPU.
+    """Return the chip of a GPU; None if no rules for it are known.
+
+    `gpu` is a name in `kvatlas.models.GPUS`.
 
     >>> chip_of("H200"), chip_of("MI300X")
     ('sm90', None)

@@ -71,9 +71,10 @@ class BackendChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MissingKernels(msgspec.Struct, frozen=True, kw_only=True):
-    """Backends that the engine refuses on some chips, where it has no other for such layers."""
+    """Backends that lack kernels on some chips. The engine then refuses the model."""
 
-    chips: tuple[str, ...]
+    chips: tuple[str, ...] = ()
+    """Empty for every chip: the release does not have the backends."""
     backends: tuple[str, ...]
 
 
@@ -88,12 +89,13 @@ class EngineRules(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a hybrid's block is a multiple of the smallest kernel block of every backend. If
     false, only the first backend counts."""
     whole_kernel_blocks: bool = True
-    """Whether block strides are multiples of a kernel block where a backend reads fixed sizes."""
+    """Whether the block stride must be a multiple of the kernel block, for backends whose kernels
+    read only fixed block sizes."""
     rounds_each_layer: bool = True
-    """Whether, in layouts where layers are outermost, each layer's block stride is rounded up. If
-    false, the sum of a block's pages is."""
+    """How block strides are rounded up in layouts where layers are outermost: the stride of each
+    layer if true, the sum of all layers if false."""
     any_stride: tuple[str, ...] = ()
-    """Backends that place no condition on block strides, although they do in newer releases."""
+    """Backends that accept any block stride in this release, although not in newer ones."""
 
     def checkpoint(self, model: Model, spec: Spec, chip: str | None) -> PrefillCheckpoint | None:
         """Return the rule that applies to the states of a spec on a chip; None if none applies."""
@@ -108,4 +110,6 @@ class EngineRules(msgspec.Struct, frozen=True, kw_only=True):
 
     def refuses(self, backend: str, chip: str | None) -> bool:
         """Return whether the engine refuses layers of this backend on a chip."""
-        return any(chip in one.chips and backend in one.backends for one in self.missing)
+        return any(
+            backend in one.backends and (not one.chips or chip in one.chips) for one in self.missing
+        )

@@ -60,11 +60,14 @@ FEW_HEADS = BackendChoice(  # FLASHMLA_SPARSE would pad the query heads
     most_heads=16,
 )
 MISSING = (MissingKernels(chips=AMPERE, backends=(*SPARSE_MLA, "FLASHMLA_SPARSE_DSV4")),)
+RINGS = MissingKernels(  # models that keep rings came with 0.33
+    backends=("QWEN4_EXP_EXP_QSA_STATE", "KPOOL_TAIL", "STEP5_CSA_TAIL_RING")
+)
 RULES = EngineRules(
     version="0.31",
     checkpoints=(FLASHKDA,),
     backends=(*BACKENDS, FEW_HEADS, BLACKWELL_SPARSE),
-    missing=MISSING,
+    missing=(*MISSING, RINGS),
     multiple_of_all_backends=False,
     whole_kernel_blocks=False,
     rounds_each_layer=False,

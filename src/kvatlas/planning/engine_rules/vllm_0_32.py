@@ -7,6 +7,7 @@ from kvatlas.planning.engine_rules.vllm_0_31 import (
     FEW_HEADS,
     FLASHKDA,
     MISSING,
+    RINGS,
 )
 
 MAMBA2 = PrefillCheckpoint(kernel="Mamba-2's scan", states="mamba2")
@@ -14,5 +15,5 @@ RULES = EngineRules(
     version="0.32",
     checkpoints=(MAMBA2, FLASHKDA),
     backends=(*BACKENDS, FEW_HEADS, BLACKWELL_SPARSE),
-    missing=MISSING,
+    missing=(*MISSING, RINGS),
 )

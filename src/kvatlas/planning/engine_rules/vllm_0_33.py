@@ -2,18 +2,32 @@
 
 import msgspec
 
-from kvatlas.planning.engine_rules.chips import BLACKWELL, CONSUMER_BLACKWELL, HOPPER
-from kvatlas.planning.engine_rules.rule_types import EngineRules, PrefillCheckpoint
+from kvatlas.planning.engine_rules.chips import AMPERE, BLACKWELL, CONSUMER_BLACKWELL, HOPPER
+from kvatlas.planning.engine_rules.rule_types import (
+    BackendChoice,
+    EngineRules,
+    MissingKernels,
+    PrefillCheckpoint,
+)
 from kvatlas.planning.engine_rules.vllm_0_31 import (
     BACKENDS,
     BLACKWELL_SPARSE,
     FEW_HEADS,
     FLASHKDA,
     MISSING,
+    SPARSE_MLA,
 )
 from kvatlas.planning.engine_rules.vllm_0_32 import MAMBA2
 
-_QWEN = ("Qwen3Next", "Qwen3_5")
+_QWEN = ("Qwen3Next", "Qwen3_5", "Qwen4Exp")
+_BOUNDED = msgspec.structs.replace(FLASHKDA, architectures=("KimiK3", "Glm5Next"))
+_NO_ROTARY = BackendChoice(
+    chips=BLACKWELL,
+    instead_of=SPARSE_MLA,
+    backend="FLASHINFER_MLA_SPARSE",
+    architectures=("Glm5Next",),
+)
+_NO_STEP5 = MissingKernels(chips=(*AMPERE, *CONSUMER_BLACKWELL), backends=("STEP5_DSA",))
 FLASHINFER_GDN = (
     PrefillCheckpoint(
         kernel="FlashInfer", states="gated_delta_net", chips=HOPPER, architectures=_QWEN,
@@ -27,11 +41,12 @@ FLASHINFER_GDN = (
 )  # fmt: skip
 RULES = EngineRules(
     version="0.33",
-    checkpoints=(MAMBA2, FLASHKDA, *FLASHINFER_GDN),
+    checkpoints=(MAMBA2, _BOUNDED, *FLASHINFER_GDN),
     backends=(
+        _NO_ROTARY,
         *BACKENDS,
         msgspec.structs.replace(FEW_HEADS, backend="FLASH_ATTN_MLA_SPARSE_FA4"),
         BLACKWELL_SPARSE,
     ),
-    missing=MISSING,
+    missing=(*MISSING, _NO_STEP5),
 )

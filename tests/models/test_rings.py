@@ -1,0 +1,96 @@
+"""Readers of models that keep the tokens of an incomplete group in a ring, as in vLLM 0.33."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvatlas.models import Model
+from kvatlas.specs import (
+    FullAttention,
+    GatedDeltaNet,
+    Indexer,
+    KimiDelta,
+    LatentAttention,
+    Ring,
+    SlidingAttention,
+)
+from tests.models.configs import FAMILIES
+
+QWEN4, GLM5, STEP5 = (FAMILIES[name] for name in ("qwen4", "glm5_next", "step5"))
+
+
+def kinds(model: Model) -> list[list[type]]:
+    """The kinds of caches of each decoder layer, in order."""
+    found: list[list[type]] = [[] for _ in range(model.depth)]
+    for layer in model.layers:
+        found[layer.index].append(type(layer.spec))
+    return found
+
+
+def rings(model: Model) -> dict[str, Ring]:
+    return {layer.name: layer.spec for layer in model.layers if isinstance(layer.spec, Ring)}
+
+
+def test_qwen4_keeps_raw_keys_of_the_open_group() -> None:
+    model = Model.load(QWEN4)
+    assert not model.warnings
+    assert kinds(model) == ([[GatedDeltaNet]] * 3 + [[Ring, Indexer, FullAttention]]) * 2
+    assert rings(model) == {
+        f"model.layers.{n}.self_attn.indexer.raw_key_cache": Ring(group=4, rows=4, width=128)
+        for n in (3, 7)
+    }
+    without = {key: value for key, value in QWEN4.items() if not key.startswith("indexer")}
+    assert kinds(Model.load(without)) == ([[GatedDeltaNet]] * 3 + [[FullAttention]]) * 2
+
+
+def test_qwen4_with_images_stores_the_coordinates_of_a_token() -> None:
+    """vLLM appends three int64 to a row where rotary sections are given."""
+    text = {**QWEN4, "rope_parameters": {"mrope_section": [11, 11, 10], "rope_type": "default"}}
+    whole = {
+        "architectures": ["Qwen4ExpForConditionalGeneration"], "model_type": "qwen4_exp",
+        "text_config": text,
+    }  # fmt: skip
+    for config, content in ((whole, 128 * 2 + 3 * 8), (text, 128 * 2)):
+        found = {ring.page(1).content for ring in rings(Model.load(config)).values()}
+        assert found == {content}
+
+
+def test_layer_types_of_older_releases_of_transformers_are_read() -> None:
+    """transformers 5.17 calls attention with an indexer qwen_sparse_attention."""
+    words = ["linear_attention"] * 3 + ["indexed_attention"]
+    now = Model.load(QWEN4 | {"layer_types": words * 2})
+    older = [word.replace("indexed", "qwen_sparse") for word in words]
+    assert Model.load(QWEN4 | {"layer_types": older * 2}).layers == now.layers
+    assert len(now.layers) == 12
+
+
+def test_glm5_next_keeps_keys_and_scores_of_the_open_pool() -> None:
+    model = Model.load(GLM5)
+    assert kinds(model) == ([[KimiDelta]] * 3 + [[Indexer, Ring, LatentAttention]]) * 2
+    latent = next(x.spec for x in model.layers if isinstance(x.spec, LatentAttention))
+    assert (latent.latent, latent.rope, latent.page(64).content) == (512, 0, 1024)
+    for name, ring in rings(model).items():
+        assert name.endswith("self_attn.indexer.tail_cache")
+        page = ring.page(16)
+        assert (page.heads, page.states, page.content) == (2, 16, 256)
+    section = {"head_dim": 128, "num_heads": 64, "short_conv_kernel_size": 4}
+    nested = {key: value for key, value in GLM5.items() if not key.startswith("linear_")}
+    assert Model.load(nested | {"linear_attn_config": section}).layers == model.layers
+
+
+def test_step5_has_summaries_and_a_ring_in_full_layers() -> None:
+    words = ["full_attention", "sliding_attention"]
+    model = Model.load(STEP5 | {"layer_types": words * 2})
+    assert kinds(model) == [[FullAttention, Indexer, Ring], [SlidingAttention]] * 2
+    assert {ring.row_bytes for ring in rings(model).values()} == {1024}
+    summary = next(x.spec for x in model.layers if isinstance(x.spec, Indexer))
+    assert summary.page(16).nbytes == 2 * 256
+    dense = Model.load(STEP5 | {"sparse_config": None})
+    assert kinds(dense) == [[SlidingAttention], [FullAttention]] * 2
+
+
+@pytest.mark.parametrize("config", [QWEN4, GLM5, STEP5])
+def test_no_key_is_left_unread(config: dict[str, Any]) -> None:
+    assert not [text for text in Model.load(config).warnings if "was not read" in text]
