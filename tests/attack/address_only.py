@@ -183,7 +183,6 @@ class Checking(Transport):
 class _CheckingLink(Link):
     owner: Checking
 
-    def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
-        del write
+    def _post(self, copies: Sequence[Copy]) -> Handle:
         self.owner.look_at(copies)
         return Done()

@@ -108,9 +108,9 @@ class _Seen:
                 raise
             return
         self.nbytes += int(np.count_nonzero(self._room.view(0, _SPAN)))
-        if self._spoils:
-            self._room.view(0, _SPAN)[:] = 0x5A
-            link.write([_run(STAGING, 0, pool, start, _SPAN)]).wait(float("inf"))
+        mapped = getattr(link, "mapped", {}).get(pool)
+        if self._spoils and mapped is not None and mapped.flags.writeable:
+            mapped[start : start + _SPAN] = 0x5A
 
     def _try_beyond(self, link: Link) -> None:
         """Read what the peer was told nothing of."""

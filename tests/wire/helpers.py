@@ -85,8 +85,8 @@ class LocalLink(Link):
     def check(self) -> None:
         assert self.open, "a link is used after it was closed"
 
-    def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
-        ends = (self.own_memory, self.peer_memory) if write else (self.peer_memory, self.own_memory)
+    def _post(self, copies: Sequence[Copy]) -> Handle:
+        ends = (self.peer_memory, self.own_memory)
         return self.around(lambda: self._move(copies, *ends), copies)
 
     def _move(

@@ -86,7 +86,7 @@ def test_any_plan_is_answered(attacked: Attacked, data: st.DataObject) -> None:
 @FUZZ
 @given(
     tag=st.sampled_from(
-        ["open", "borrow", "renew", "gather", "get_checksums", "close", "announce"]
+        ["keep", "open", "borrow", "renew", "gather", "get_checksums", "close", "announce"]
     ),
     data=st.data(),
 )
@@ -95,6 +95,7 @@ def test_any_question_is_answered(attacked: Attacked, tag: str, data: st.DataObj
     lease = attacked.open(session).lease
     question: dict[str, Any] = {
         "open": msgspec.to_builtins(opening(session), builtin_types=(bytes,)),
+        "keep": {"request": "r", "seconds": 1.0},
         "renew": {"seconds": 1.0}, "close": {"complete": True},
         "gather": {"start": 0, "stop": 99, "buffer": 0},
         "borrow": {"buffers": 1, "seconds": 1.0},
@@ -104,8 +105,10 @@ def test_any_question_is_answered(attacked: Attacked, tag: str, data: st.DataObj
             "seconds": 0.1,
         },
     }[tag]  # fmt: skip
-    question = {"type": tag, "session": session} | question
-    if tag not in ("open", "announce"):
+    question = {"type": tag} | question
+    if tag != "keep":
+        question["session"] = session
+    if tag not in ("keep", "open", "announce"):
         question["lease"] = lease
     key = data.draw(st.sampled_from(sorted(question)))
     question[key] = data.draw(ANY | st.dictionaries(st.integers(-1, 3), st.binary(max_size=16)))

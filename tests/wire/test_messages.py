@@ -22,6 +22,7 @@ SOME: list[protocol.Message] = [
     protocol.Open(
         session=KEY, direction="pull", request="r", blocks={0: b""}, start=0, stop=9, seconds=1.0
     ),
+    protocol.Keep(request="r", seconds=2.0),
     protocol.Renew(session=KEY, lease=KEY, seconds=2.0),
     protocol.Gather(session=KEY, lease=KEY, start=0, stop=4096, buffer=1),
     protocol.GetChecksums(session=KEY, lease=KEY, start=0, stop=1 << 20, piece=4096),

@@ -115,7 +115,7 @@ def test_a_stalled_source_is_given_up_and_met_again(
     child = children.take(SOURCE, here.transport, 1, name="source")
     child.ask("offer", request="r")
     with Session(here.node, [child.endpoint]) as session:
-        child.signal(signal.SIGSTOP)
+        child.stop()
         begun = time.monotonic()
         first = here.pull(session, how=how, timeout=0.7)
         assert outcome(first, begun) == "deadline"
@@ -159,7 +159,7 @@ def test_another_replica_takes_over(here: Here, children: Children, fault: str) 
         if fault == "killed":
             both[0].kill()
         if fault == "stopped":
-            both[0].signal(signal.SIGSTOP)
+            both[0].stop()
         here.pull(session, timeout=SECONDS).wait(SECONDS + SLACK)
     here.assert_has(SOURCE, 1)
     assert both[1].ask("state")["released"] == [["r", "read"]]
@@ -200,11 +200,11 @@ def test_a_byte_that_changes_on_the_way(
             destination_rank=0, destination_blocks=here.blocks, tokens=TOKENS
         )
 
-        def spoiling(endpoint: str, message: Any, **given: Any) -> Any:
+        def spoiling(endpoint: str, message: Any, *kinds: Any, **given: Any) -> Any:
             if isinstance(message, protocol.GetChecksums):
                 for pool, (starts, _) in needs.items():
                     here.node.pools[pool][starts[-1]] ^= 1
-            return ask(endpoint, message, **given)
+            return ask(endpoint, message, *kinds, **given)
 
         ask = here.node.channels.ask
         patch.setattr(here.node.channels, "ask", spoiling)
@@ -293,7 +293,7 @@ def test_the_source_of_a_push_is_killed(
     expected = here.node.expect("pushed", here.blocks, TOKENS, source=SOURCE, pushers=["pusher"])
     about: dict[str, Any] = {
         "way": "push", "endpoints": [here.node.endpoint], "request": "pushed", "how": how,
-        "timeout": 1.0,
+        "timeout": 10.0,
     }  # fmt: skip
     child = children.take(SOURCE, here.transport, 1, name="pusher")
     child.tell("move", **about)
@@ -305,7 +305,7 @@ def test_the_source_of_a_push_is_killed(
     assert announced.transfer.wait_released(20)
     assert not expected.ready.is_set()
     again = children.take(SOURCE, here.transport, 1, name="pusher")
-    assert again.ask("move", **about | {"timeout": 10.0}) == {"code": "ready"}
+    assert again.ask("move", **about) == {"code": "ready"}
     assert expected.ready.is_set()
     here.assert_has(SOURCE, 1)
     here.node.forget("pushed")

@@ -33,9 +33,9 @@ def seeing(source: Any, target: Any) -> Iterator[tuple[End, End, Session, list[s
             channels: Any = dst.nodes[0].channels
             ask = channels.ask
 
-            def noting(endpoint: str, message: Message, **given: Any) -> Any:
+            def noting(endpoint: str, message: Message, *kinds: Any, **given: Any) -> Any:
                 asked.append(type(message).__name__)
-                return ask(endpoint, message, **given)
+                return ask(endpoint, message, *kinds, **given)
 
             channels.ask = noting
             yield src, dst, session, asked

@@ -1,6 +1,6 @@
 """Copy runs of contiguous bytes between two addresses of one device.
 
-A start is a pair of offsets, at the source and at the target. A span is a pair of offsets and a
+A start is a pair of offsets, one at the source and one at the target. A span is such a pair and a
 length. One run is copied for every pair of a start and a span. At the source and at the target, a
 run begins at the sum of the offsets of its start and its span. Starts are known before a request
 and stay on the device. Spans come with each request and are few. The memory may belong to another
@@ -53,7 +53,7 @@ def place_starts(source: Offsets, destination: Offsets, device: torch.device | s
 class BlockSpans(NamedTuple):
     """Spans (byte ranges to copy), each given by its block and its offset in that block.
 
-    Blocks are given by their index in a request's list of block ids. Requests that differ only in
+    A block is given by its index in a request's list of block ids. Requests that differ only in
     block ids therefore share the spans.
 
     >>> two = np.arange(2)
@@ -145,7 +145,7 @@ class RepeatedCopy:
 
 
 def _launcher() -> Any:
-    """Import the module that launches Triton kernels; raise `missing_extra` without Triton."""
+    """Import the Triton launcher; raise `missing_extra` if Triton is not installed."""
     try:
         from kvatlas.kernels.triton import launch_runs
     except ModuleNotFoundError as problem:
@@ -168,10 +168,10 @@ def copy_address_runs(
     """Copy one run for every pair of a start and a span, on `stream` or on the current stream.
 
     A run begins at the sum of the offsets of its start and its span. `spans` are (source offsets,
-    target offsets, lengths), in bytes. `programs` limits the number of Triton programs; 0 means
-    no limit. `place` uploads a table to the device in stream order. `choice` overrides the tuned
-    launch parameters. Runs are not bounds-checked: the caller must ensure that they are inside its
-    memory. No byte may be written twice.
+    target offsets, lengths), in bytes. `programs` limits the number of Triton programs; 0 means no
+    limit. `place` uploads a table to the device in stream order. `choice` overrides the tuned
+    launch parameters. Runs are not bounds-checked: the caller must ensure that every run is inside
+    memory that it may access. No byte may be written twice.
     """
     tables = _tables(starts, spans, source | target, place)
     if tables is not None:
@@ -193,8 +193,8 @@ def convert_address_runs(
 ) -> None:
     """Copy runs like `copy_address_runs`, and cast each element.
 
-    All offsets and lengths count elements instead of bytes.
-    Each address must be a multiple of its element size. `scales` contains the scale of each start.
+    All offsets and lengths count elements instead of bytes. Each address must be a multiple of its
+    element size. `scales` contains the scale of each start.
     """
     items = source // cast.source.item | target // cast.target.item
     tables = _tables(starts, spans, items, place)

@@ -1,8 +1,8 @@
 """Copy whole blocks between a pinned host pool and a GPU with the GPU's copy engine.
 
 Blocks that are contiguous on the host cross the link unchanged, many at a time, into or out of a
-buffer on the GPU. A kernel then scatters the buffer into the GPU's pools, or gathers it from them,
-at the bandwidth of GPU memory. The link thus carries only long contiguous copies, which is faster
+buffer on the GPU. A kernel copies between this buffer and the GPU's pools at the bandwidth of GPU
+memory. The link thus carries only long contiguous copies, which is faster
 than a kernel that reads across the link.
 """
 
@@ -150,7 +150,7 @@ class BlockBuffer:
 class BlockStaging:
     """The staging buffers of one GPU. Any thread may use them.
 
-    Pieces alternate between the buffers: a kernel works on one while the link fills the other.
+    Pieces alternate between the buffers: a kernel works on one while the link transfers the other.
     """
 
     def __init__(self, queues: Sequence[Any], room: int = STAGED_BYTES) -> None:

@@ -65,7 +65,7 @@ class CudaDriver(ABC):
 
     @abstractmethod
     def close_memory(self, device: int, address: int) -> None:
-        """Unmap an opened allocation. No copy may be reading it."""
+        """Unmap an allocation that `open_memory` mapped. No copy may be reading it."""
 
     @abstractmethod
     def make_memory(self, device: int, nbytes: int) -> int:
@@ -244,7 +244,7 @@ class LibCuda(CudaDriver):
             self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def make_memory(self, device: int, nbytes: int) -> int:
-        """Allocate without torch, which could put other tensors in the same allocation."""
+        """Allocate through the driver: torch could put other tensors in the same allocation."""
         address = ctypes.c_uint64()
         with self.on(device):
             self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))

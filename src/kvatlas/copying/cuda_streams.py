@@ -1,12 +1,13 @@
 """CUDA streams that have only one owner at a time.
 
-torch hands out 32 streams per device in rotation, so with more owners than that some share a
-stream. A graph captured on a shared stream would include the other owner's work, or fail because of
-it. These streams are therefore created through the driver, and torch never hands them out.
+torch hands out 32 streams per device in rotation, so if there are more than 32 owners, some share a
+stream. A graph captured on a shared stream would include the other owner's work, or the capture
+would fail because of that work. These streams are therefore created through the driver, and torch
+never hands them out.
 
 Streams are reused, not destroyed. torch's allocators cache memory by the stream that used it, and
 may use that stream to free the memory long after the stream's owner is gone. The next owner's work
-runs after the work that is still queued on the stream. It reuses the memory that torch has cached
+runs after the work that is still queued on the stream, and reuses the memory that torch has cached
 for the stream.
 """
 
@@ -48,7 +49,7 @@ class StreamStock:
         self._idle: dict[int, deque[int]] = {}
 
     def lend(self, device: int, owner: object) -> LentStream:
-        """Lend a stream of a device until it is given back or its owner is garbage collected."""
+        """Lend a stream until it is given back, or until `owner` is garbage collected."""
         idle = self._idle.setdefault(device, deque())
         try:
             address = idle.pop()

@@ -4,10 +4,11 @@ A mark is recorded when blocks are offered, when a push into them is expected, a
 fills them. Reads and writes of these blocks, in this process or another, then run after the kernels
 that were launched before the mark.
 
-A few events are reused in rotation. They are recorded in order, so an event that was reused covers
-more work than its mark, never less. The oldest event is reused if it has completed. Otherwise the
-latest event is recorded again. The completion of the oldest event is published before its reuse,
-because on a device with a long backlog other processes might never see it completed.
+A few events are reused in rotation. Events are recorded in order, so waiting for a reused event
+also waits for the work before its earlier mark. The oldest event is reused if it has completed.
+Otherwise the latest event is recorded again. Before the oldest event is reused, its completion is
+published. Otherwise, on a device with a long backlog, other processes might never see that it
+completed.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class AddressRuns(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes read or written, whichever is larger."""
+        """The number of bytes read, or the number of bytes written if that is larger."""
         count = len(self.starts[0]) * int(self.spans[2].sum())
         return count * (1 if self.cast is None else max(self.cast.items))
 

@@ -1,7 +1,7 @@
 """Copy runs between memory and a file with vectored system calls.
 
 One call moves a contiguous range of the file to or from up to 1,024 memory ranges. A disk error or
-a full disk raises `OSError`; with a mapped file it would kill the process.
+a full disk raises `OSError`. If the file were mapped, such a fault would kill the process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Gather runs into a stream, scatter a stream into runs, and compute checksums of streams.
 
-The stream of a list of copies is the concatenation of their bytes, in the order of the runs. Both
-ends of a transfer derive it from the route alone, so a start and a stop offset fully describe a
-piece of it.
+The stream of a list of copies is the concatenation of their bytes, in the order of the runs. The
+source and the destination of a transfer compute the same stream from the route. A start and a stop
+offset are therefore enough to describe a piece of the stream.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _stream_places(length: Int64s, first: int) -> Places:
 def checksums(
     copies: Sequence[Copy], pools: Mapping[int, Bytes], piece: int, *, source: bool
 ) -> Int64s:
-    """Return one CRC-32 for each `piece` bytes of the stream of `copies`.
+    """Return the CRC-32 of each piece of `piece` bytes of the stream of `copies`.
 
     The stream is the concatenation of the runs. If `source` is true, `pools` are the source's
     pools, otherwise the destination's.
@@ -71,7 +71,7 @@ def checksums(
 
 
 def crc_pieces(stream: Bytes, piece: int) -> Int64s:
-    """Return one CRC-32 for each `piece` bytes of a stream; the last piece may be shorter.
+    """Return the CRC-32 of each piece of `piece` bytes; the last piece may be shorter.
 
     >>> crc_pieces(np.zeros(3, np.uint8), 2).tolist()
     [1104745215, 3523407757]

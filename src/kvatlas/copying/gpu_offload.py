@@ -41,7 +41,7 @@ class GpuOffload:
         block_bytes: Mapping[int, int],
         staging: BlockStaging,
     ) -> None:
-        """If `pinned` is true, all host pools are pinned, so that the GPU can access them.
+        """`pinned` is true if all host pools are pinned, so that the GPU can access them.
 
         `block_bytes` maps each host pool with contiguous blocks to the size of a block in bytes.
         """

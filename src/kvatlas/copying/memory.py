@@ -20,8 +20,7 @@ _DEVICE = re.compile(r"host|cuda:(0|[1-9][0-9]{0,3})")
 class Memory:
     """One region of memory: its address, size and device.
 
-    `device` is `host`, or a torch device name such as `cuda:0`. `owner` is kept alive as long as
-    this value.
+    `device` is `host`, or a torch device name such as `cuda:0`. This value keeps `owner` alive.
 
     >>> Memory(0x7F0000000000, 4096, "cuda:1").number
     1

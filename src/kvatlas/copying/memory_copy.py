@@ -1,9 +1,9 @@
 """Copy runs between byte buffers of one process, in steps.
 
-Short runs of one length are copied as numpy elements of that width, which may start at any byte of
-a buffer, so one call copies thousands. Long runs are copied one by one at the speed of memcpy. The
-work is divided into steps of a few milliseconds, so that the caller can check the clock or the peer
-between steps.
+Short runs of equal length are copied as numpy elements of that size, so one call copies thousands.
+Such an element may start at any byte of a buffer. Long runs are copied one by one at the speed of
+memcpy. The work is divided into steps of a few milliseconds, so that the caller can check the clock
+or the peer between steps.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def device_of(tensor: Any) -> str:
 
 def _cannot_register(what: str, got: object) -> AtlasError:
     problem = f"{what[0].upper()}{what[1:]} cannot be registered with a transport"
-    hint = "Pass a Cache, or a dict of contiguous arrays, tensors or Memory by pool index"
+    hint = "Pass a Cache, or map each pool index to a contiguous array or tensor or a Memory"
     return AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
 
 
@@ -316,7 +316,7 @@ def _no_access(index: int, nbytes: int, given: Mapping[int, Any], held: int | No
         Code.OUT_OF_BOUNDS,
         f"Pool {index} must have {nbytes:,} bytes that this process can access",
         got=got,
-        hint="Pass all pools of the rank by index, or a function that copies them as carry=",
+        hint="Map each pool index of the rank to the memory of that pool, or pass carry=",
     )
 
 

@@ -1,8 +1,8 @@
 """Gather, scatter and checksum the pools of this node, on the host or on a GPU.
 
 A staged transfer moves a stream in pieces, one buffer at a time. A `PoolMover` copies between the
-buffer and the pools. `HostMover` does so with numpy. `GpuMover` does so with a kernel, to or from a
-buffer on the same GPU if the transport can access that. Otherwise the buffer is in pinned host
+buffer and the pools. `HostMover` does so with numpy, and `GpuMover` with a kernel. The buffer of a
+`GpuMover` is on the same GPU if the transport can access GPU memory. Otherwise it is in pinned host
 memory, and every piece also crosses the link between GPU and host (a host bounce).
 """
 
@@ -45,14 +45,14 @@ class PoolMover(ABC):
 
     @abstractmethod
     def rehearsal(self, copies: Sequence[Copy], stream: Any, nbytes: int) -> Callable[[], None]:
-        """Return a function that scatters `stream` into scratch memory, to measure its duration.
+        """Return a function that scatters `stream` into scratch memory, so that it can be timed.
 
         The scratch memory has `nbytes` bytes and replaces pool 0.
         """
 
     @abstractmethod
     def checksums(self, copies: Sequence[Copy], piece: int, *, source: bool) -> Int64s:
-        """Return one CRC-32 for each `piece` bytes of the stream of `copies`.
+        """Return the CRC-32 of each piece of `piece` bytes of the stream of `copies`.
 
         The stream is the concatenation of the runs. If `source` is true, this node is the source of
         `copies`, otherwise the destination.
@@ -95,7 +95,7 @@ class HostMover(PoolMover):
         return act
 
     def checksums(self, copies: Sequence[Copy], piece: int, *, source: bool) -> Int64s:
-        """Return one CRC-32 for each `piece` bytes of the stream, computed on the CPU."""
+        """Return the CRC-32 of each piece of the stream, computed on the CPU."""
         return checksums(copies, self._pools, piece, source=source)
 
 
@@ -175,7 +175,7 @@ class GpuMover(PoolMover):
         return nbytes
 
     def checksums(self, copies: Sequence[Copy], piece: int, *, source: bool) -> Int64s:
-        """Gather the stream to the host, and return one CRC-32 for each `piece` bytes of it."""
+        """Gather the stream to the host, and return the CRC-32 of each piece of `piece` bytes."""
         if not source:
             copies = [copy.reversed() for copy in copies]
         stream = np.empty(stream_bytes(copies), dtype=np.uint8)

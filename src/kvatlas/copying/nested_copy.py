@@ -1,7 +1,7 @@
-"""Copy runs at regular strides in both buffers with strided numpy copies.
+"""Copy runs that have regular strides in both buffers, with strided numpy copies.
 
-If the two ends of a route have different layouts, there are many short runs, and looking up the
-start of each takes longer than copying it. But the strides of heads, layers and tokens are
+If the source and the destination have different layouts, there are many short runs. Looking up the
+start of a run takes longer than copying the run. But the strides of heads, layers and tokens are
 the same in every block, so one strided numpy copy covers many runs.
 """
 
@@ -94,7 +94,7 @@ def copy_pools(
 
 
 def _copy_grid(copy: Copy, source: Bytes, target: Bytes) -> None:
-    """Copy one run for each pair of a start and a span, all spans of one length at once."""
+    """Copy one run per pair of a start and a span. Spans of equal length are copied together."""
     firsts = _nested(copy.starts)
     for length in np.unique(copy.length).tolist():
         some = copy.length == length
@@ -107,5 +107,5 @@ def _copy_grid(copy: Copy, source: Bytes, target: Bytes) -> None:
 
 @lru_cache(maxsize=64)
 def _nested(starts: Starts) -> NestedSteps:
-    """Return starts as nested strides; cached, because all requests of one route share them."""
+    """Return starts as nested strides. Cached: all requests of a route share the starts."""
     return NestedSteps.of(starts.source, starts.destination)

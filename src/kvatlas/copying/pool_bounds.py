@@ -25,7 +25,7 @@ def check_bounds(
 ) -> None:
     """Raise `out_of_bounds` if a run is not inside its regions. Regions are given by pool index.
 
-    The check adds only the smallest and largest start to the spans instead of computing all runs.
+    For speed, each span is combined only with the smallest and the largest start.
     """
     for copy in copies:
         ends = (

@@ -1,9 +1,9 @@
 """Batches for coalesced reads: which source bytes to read together, and how to scatter them.
 
-Where the two layouts differ, runs are short, but most of them are adjacent at the source. Runs that
-are close together at the source, and at regular strides at both ends, form a tile. Reads, sorting
-and scatters work on tiles, of which there are few even if there are many runs. Adjacent tiles are
-read together.
+Where the layouts of the source and the destination differ, runs are short, but most of them are
+adjacent at the source. Runs that are close together at the source, and have regular strides at the
+source and at the destination, form a tile. Reads, sorting and scatters work on tiles, because there
+are far fewer tiles than runs. Adjacent tiles are read together.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _KEPT = 1 << 10
 
 
 class Placing(NamedTuple):
-    """Runs of one length: the offset of each run in a batch, and in the destination pool."""
+    """Runs of equal length: their offsets in a batch and in the destination pool."""
 
     pool: int
     places: NestedSteps
@@ -180,7 +180,7 @@ class _SortedTiles(NamedTuple):
     def of(cls, tiles: Sequence[_Tiles], spans: slice) -> _SortedTiles:
         """Return the tiles of several copies, in the order in which they are read.
 
-        Of each copy, only the spans (contiguous byte ranges) in the slice `spans` are included.
+        The slice `spans` selects the spans (contiguous byte ranges) of each copy to include.
         """
         grid, extent = tiles[0].grid, max(one.extent for one in tiles)
         far = 1 + max(one.source_stop for one in tiles)
@@ -249,7 +249,7 @@ class _SortedTiles(NamedTuple):
 
 
 class _AlikeTiles(NamedTuple):
-    """Tiles of one `Copy` whose runs have the same length. Tile `cuts[i]` begins batch i."""
+    """Tiles of one `Copy`. All their runs have equal length. Tile `cuts[i]` begins batch i."""
 
     tiles: _Tiles
     length: int

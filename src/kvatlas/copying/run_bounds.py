@@ -1,7 +1,7 @@
 """Check that runs are inside byte buffers of this process before any byte is copied.
 
-A copy by address writes to any address it is given, and a negative index wraps around to the end of
-its buffer. Public functions therefore check their runs. Runs that come from a route are already
+A copy between addresses does not check them, and numpy counts a negative index from the end of the
+buffer. Public functions therefore check their runs. Runs that come from a route are already
 checked.
 """
 
@@ -41,7 +41,7 @@ that start at 0..60, in 64 bytes. Pass pools by index, each as large as in the p
             Code.BAD_SIZE,
             "Each run needs one start and one length",
             got=f"{len(at)} starts, {len(length)} lengths",
-            hint="Pass starts and lengths of the same size",
+            hint="Pass as many starts as lengths",
         )
     if not len(at):
         return at, length

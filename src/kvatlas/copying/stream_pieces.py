@@ -1,8 +1,8 @@
 """Copy pieces of streams into and out of pools, and convert them if the route converts.
 
 The source gathers a piece from its pools, and the destination scatters it into the destination's
-pools. If the route converts, a piece is sent in the format of one end, and the other end converts
-it.
+pools. If the route converts, either the source or the destination converts each piece. The piece is
+sent in the format of the other one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StreamPiece(NamedTuple):
         return cls([part.copy(end) for part in parts], parts)
 
     def fill(self, gather: MoveRuns, piece: Any) -> None:
-        """Gather from the source's pools into `piece`, in the format that is sent."""
+        """Gather from the source's pools into `piece`, in the format in which the piece is sent."""
         if not self.parts:
             gather(self.copies, piece)
         done = 0
@@ -104,8 +104,8 @@ def copy_request(
 ) -> int:
     """Copy a request between ranks in this process. Return the number of bytes written.
 
-    `source` and `destination` are byte arrays by rank, then by pool index. If the route converts,
-    so does the copy.
+    `source` and `destination` map each rank to a dict, which maps each pool index to a byte array.
+    If the route converts the cache's format, the bytes are converted.
 
     >>> import numpy as np
     >>> from kvatlas.planning import plan
@@ -183,7 +183,7 @@ def _bytes_like(piece: Any, nbytes: int) -> Any:
 def _converted(part: ConvertedPart, cells: Any) -> Any:
     """Return the bytes of `cells` converted from the source's format to the destination's.
 
-    A cell is what one head stores of one token.
+    A cell contains the bytes that one head stores for one token.
     """
     from kvatlas.kernels.cell_conversion import convert_cells  # imports torch
 

@@ -2,8 +2,8 @@
 
 Everything else exists before the request arrives: span offsets on the device, pinned memory,
 events, and launches with fixed arguments. Requests that differ only in block ids have the same
-shape. The pinned memory and the events belong to the queue, and copies of all its shapes use them
-in rotation. The GPU reads block ids from pinned memory, because an upload of a few kilobytes would
+shape. The pinned memory and the events belong to the queue, and requests of all shapes use both in
+rotation. The GPU reads block ids from pinned memory, because an upload of a few kilobytes would
 take longer. Work that can overlap the copy is done after the launch.
 """
 
@@ -116,7 +116,7 @@ class LaunchQueue(Protocol):
         """Allocate host memory that the GPU can access."""
 
     def wait_for_launches(self) -> None:
-        """Wait for earlier launches, which still write, after a later launch has failed."""
+        """After a launch has failed, wait for the earlier launches, which may still write."""
 
 
 class LaunchTables:
@@ -299,7 +299,10 @@ class PostedTable(Posted):
 
 
 def group_ids(patterns: Sequence[AddressPattern]) -> list[GroupIds]:
-    """Return, for each group that the patterns use, where a `RequestTable` stores its block ids."""
+    """Return the position of each group's block ids in a `RequestTable`.
+
+    Only groups that the patterns use are included.
+    """
     used: dict[tuple[int, int], int] = {}
     for one in patterns:
         for end in (0, 1):
@@ -325,7 +328,7 @@ def _copies(
     groups: Sequence[GroupIds],
     table: RequestTable,
 ) -> list[Any]:
-    """Return one `RepeatedCopy` per pattern, which reads its block ids from `table`."""
+    """Return one `RepeatedCopy` per pattern. All read their block ids from `table`."""
     from kvatlas.copying.address_runs import BlockSpans, RepeatedCopy
 
     ids = {(one.end, one.group): one.among(table.pinned) for one in groups}

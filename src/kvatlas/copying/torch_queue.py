@@ -1,4 +1,4 @@
-"""A torch stream that launches the copy kernel with minimal host work."""
+"""A queue that launches the copy kernel on a torch stream, with minimal host work."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class TorchQueue(DeviceQueue):
         return self._tables
 
     def wait_for_launches(self) -> None:
-        """Wait for earlier launches, which still write, after a later launch has failed."""
+        """After a launch has failed, wait for the earlier launches, which may still write."""
         with suppress(Exception):  # a failed device writes nothing
             TorchPosted(self._stream).wait()
 
@@ -249,7 +249,7 @@ class TorchQueue(DeviceQueue):
 
     @contextmanager
     def _no_launch_left_behind(self) -> Iterator[None]:
-        """A context that, if its body fails, waits for the launches that were made before."""
+        """A context that waits for all launches of the queue if the `with` block fails."""
         try:
             yield
         except BaseException:
@@ -293,9 +293,10 @@ class TorchQueue(DeviceQueue):
         return self._starts[id(starts[0])].placed
 
     def scales(self, starts: tuple[Int64s, Int64s], which: Int64s | None, cast: ElementCast) -> Any:
-        """Return the scales of `cast` in device memory, after `placed(starts)`; cached with it.
+        """Return the scales of `cast` in device memory, for starts that `placed` returned.
 
-        Start i has the scale with index `which[i]`, or 0 if `which` is None.
+        Start i has the scale with index `which[i]`, or 0 if `which` is None. The scales are cached
+        with the starts.
         """
         from kvatlas.kernels.cast_scales import place_scales
 

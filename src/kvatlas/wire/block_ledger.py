@@ -1,4 +1,4 @@
-"""Block ownership: prevents conflicting uses of a block by two operations of a node.
+"""Block ownership: two operations of a node cannot use a block in conflicting ways.
 
 A block is free, offered (any number of offers and pushes read it), being filled by one pull,
 expected (one push will fill it), or quarantined (a failed pull may still write to it). Every
@@ -51,7 +51,7 @@ class BlockClaim:
 
     @property
     def shared(self) -> bool:
-        """Whether other offers and pushes may claim the same blocks."""
+        """Whether offers and pushes may use these blocks at the same time."""
         return self.use == "offered"
 
     def quarantine(self) -> None:
@@ -103,7 +103,7 @@ class BlockLedger:
         return len(self._claims)
 
     def by_pool(self, tables: Mapping[int, Int64s]) -> dict[int, Int64s]:
-        """Return the block ids of the groups' block tables, by pool index.
+        """Return the block ids in the groups' block tables as one array per pool, by pool index.
 
         Negative ids are left out.
         """
@@ -173,13 +173,13 @@ class BlockLedger:
                 raise self._in_use(pool, ids[taken])
 
     def _existing(self, pool: int, ids: Int64s) -> Int64s:
-        """Return the ids that are in the pool's range. Routes report the other ids later."""
+        """Return the ids that are in the pool's range. The route reports invalid ids later."""
         if len(ids) and (ids.min() < 0 or ids.max() >= len(self._state[pool])):
             return ids[(ids >= 0) & (ids < len(self._state[pool]))]
         return ids
 
     def _in_use(self, pool: int, ids: Int64s) -> AtlasError:
-        """Return the error for blocks in use. It names the oldest claim on any of these blocks."""
+        """Return the error for blocks in use, which names the oldest claim on one of them."""
         none = np.zeros(0, np.int64)
         for owner in self._claims.values():
             same = ids[np.isin(ids, owner.blocks.get(pool, none))]

@@ -1,4 +1,4 @@
-"""The byte ranges of the source's pools that one transfer reads, as sorted arrays.
+"""Sorted arrays of the byte ranges that one transfer reads from the source's pools.
 
 A source checks that a peer reads only inside these ranges. A reader that joins neighbouring runs
 (contiguous bytes to read) uses the ranges to skip the bytes between the runs.
@@ -94,7 +94,7 @@ def _joined(several: list[ByteRanges]) -> ByteRanges:
 def _grid_ranges(grid: Copy, stream: Stream, index: int) -> list[ByteRanges]:
     """Return the source ranges of grid `index` of a stream, one entry per distinct run length.
 
-    With very many ranges, ranges in one block are joined across small gaps.
+    If there are very many ranges, ranges in one block are joined across small gaps.
     """
     found = []
     for length in np.unique(grid.length).tolist():
@@ -114,7 +114,7 @@ def _grid_ranges(grid: Copy, stream: Stream, index: int) -> list[ByteRanges]:
 def _block_ranges(starts: Starts, length: int) -> ByteRanges:
     """Return the source ranges of one block, with adjacent ranges joined.
 
-    Requests of the same plans share their `Starts`, so most requests find their ranges in a cache.
+    The result is cached, because all requests between two plans share their `Starts`.
     """
     make = _kept_ranges if len(starts.source) <= _KEPT_STARTS else _kept_ranges.__wrapped__
     return make(starts, length)

@@ -32,11 +32,15 @@ _PER_ENDPOINT = 8
 
 _ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
 
+_DIAL_SECONDS = 10.0
+"""The maximum seconds to reach a peer. An existing connection may wait longer for an answer."""
+
 _CHECK_SECONDS = 0.05
 """Seconds between checks of an idle connection."""
 
 _REPEATABLE = (
-    protocol.Hello, protocol.Renew, protocol.Gather, protocol.GetChecksums, protocol.Announce
+    protocol.Hello, protocol.Keep, protocol.Renew, protocol.Gather, protocol.GetChecksums,
+    protocol.Announce,
 )  # fmt: skip
 """Idempotent questions between nodes, which may be sent twice."""
 
@@ -80,12 +84,14 @@ class Channels:
         self,
         endpoint: str,
         message: protocol.Message,
+        expected: tuple[type, ...] = (object,),
         *,
         deadline: float,
         check: Callable[[], object] | None = None,
     ) -> Any:
         """Return the peer's answer, or raise the error it sent, by `deadline` (monotonic clock).
 
+        Raise `bad_handshake` for an answer that is not of a type `expected`.
         A busy peer is asked again after the delay that it requests, while there is time. `check` is
         called while the answer is awaited, and ends the wait if it raises an error.
         """
@@ -95,6 +101,11 @@ class Channels:
         while True:
             answer = self._answer(endpoint, payload, deadline, check, repeatable=repeatable)
             if not isinstance(answer, protocol.Refusal):
+                if not isinstance(answer, expected):
+                    names = " or ".join(kind.__name__ for kind in expected)
+                    raise protocol.bad_handshake(
+                        f"a message {type(answer).__name__}, expected {names}"
+                    )
                 return answer
             pause = answer.retry * random.uniform(1.0, 1.5)  # noqa: S311  # peers retry at different times
             if answer.code != Code.BUSY or time.monotonic() + pause >= deadline:
@@ -164,7 +175,9 @@ class Channels:
             try:
                 connection.send(payload, deadline)
                 answer = encoding.decode(connection.receive(deadline, check), self._answers)
-                usable = True  # if the peer closes it later, `_drop_ended` counts it as lost
+                # If the peer closes it later, `_drop_ended` counts it as lost. A peer that cannot
+                # read the first question of a connection soon closes it as that of a stranger.
+                usable = kept or not _is_unreadable(answer)
                 return answer
             except TimeoutError:
                 raise no_answer(endpoint) from None
@@ -251,7 +264,9 @@ class Channels:
             return connect_to_path(path, seconds_left(deadline))
         host, port = split_endpoint(endpoint)
         connected = close_in_children(
-            socket.create_connection((host, port), timeout=seconds_left(deadline))
+            socket.create_connection(
+                (host, port), timeout=min(_DIAL_SECONDS, seconds_left(deadline))
+            )
         )
         try:
             tune(connected)
@@ -277,6 +292,11 @@ class PeerMonitor:
         self._next = now + _CHECK_SECONDS
         if self._channels.lost(self._endpoint) > self._lost:
             raise peer_lost(f"a closed connection to {self._endpoint}")
+
+
+def _is_unreadable(answer: Any) -> bool:
+    """Whether the peer may not have understood a question."""
+    return isinstance(answer, protocol.Refusal) and answer.code == Code.BAD_HANDSHAKE
 
 
 def no_answer(endpoint: str) -> AtlasError:

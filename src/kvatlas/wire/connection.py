@@ -92,7 +92,7 @@ class Connection:
 
     @property
     def quiet(self) -> bool:
-        """Whether no unread data has arrived and the peer has not closed the connection."""
+        """Whether the peer has left the connection open and sent no unread data."""
         inside = self._socket.pending() if isinstance(self._socket, ssl.SSLSocket) else 0
         poll = select.poll()  # not shared, because several threads may call this at once
         poll.register(self._socket.fileno(), select.POLLIN)
@@ -126,7 +126,7 @@ class Connection:
         self._socket.close()
 
     def _missing(self) -> int:
-        """Return how many bytes of the current frame are missing; at most 0 if it is complete.
+        """Return how many bytes of the current frame are missing; 0 or less if none are.
 
         Before the length of the frame is known, return `_CHUNK`. Raise an error for an invalid
         length.
@@ -162,7 +162,7 @@ def _no_frame(arrived: bytearray, nbytes: int) -> AtlasError:
 
 
 def tune(connected: socket.socket) -> None:
-    """Send small frames without delay, and detect within seconds that the other host is gone."""
+    """Make a socket send small frames at once, and detect within seconds a host that is gone."""
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)

@@ -1,4 +1,4 @@
-"""Encode and decode messages and errors, also those of peers with another protocol version.
+"""Encode and decode messages and errors, for peers with the same or another version.
 
 The hello and the welcome of a newer version may contain unknown fields. All other messages must
 match the types of this version exactly. A node sends an error to the peer whose request failed, and
@@ -123,7 +123,7 @@ def unlike_versions(version: int, oldest: int) -> AtlasError:
     """Return the error for a peer that has no protocol version in common with this end."""
     here = f"{protocol.OLDEST_VERSION} to {protocol.VERSION} here"
     got = f"versions {oldest} to {version} at the peer, {here}"
-    hint = f"Upgrade kvatlas at the end with version {min(version, protocol.VERSION)}"
+    hint = f"Upgrade kvatlas on the host with version {min(version, protocol.VERSION)}"
     return AtlasError(Code.UNLIKE_VERSIONS, got=got, hint=hint)
 
 

@@ -36,7 +36,7 @@ _forks = 0
 def close_in_children(made: S) -> S:
     """Close a socket in forked children of this process. Return the socket.
 
-    A socket that is wrapped for TLS is a new socket, which must be recorded as well.
+    Wrapping a socket for TLS creates a new socket, which must be recorded as well.
     """
     _sockets.add(made)
     return made

@@ -51,9 +51,9 @@ class Peer:
 
 
 class PeerPlans:
-    """A cache of peers' plans by hash, so that a peer sends its plan only once.
+    """Recent plans of peers, by hash, so that a peer sends its plan only once.
 
-    If the cache is full, the oldest plan is dropped.
+    If there are too many plans, the oldest is dropped.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ msgspec.json.Decoder(_PlanOutline)
 
 
 def check_plan_size(plan: bytes) -> None:
-    """Raise an error if the JSON of a plan is larger than that of any real model."""
+    """Raise an error if the JSON of a plan is larger than any real model's plan."""
     try:
         check_plan_version(plan)
         outline = msgspec.json.decode(plan, type=_PlanOutline)
@@ -177,10 +177,10 @@ def checked_peer(
 def check_same_identity(
     mine: CacheIdentity | None, theirs: CacheIdentity | None, *, nodes: tuple[str, str]
 ) -> None:
-    """Raise `different_identity` unless both caches use the same weights and settings.
+    """Raise `different_identity` unless two nodes use the same weights and settings.
 
-    `nodes` are the names of this node and of the peer. The error contains them, because either
-    end may read it.
+    `nodes` are the names of this node and of the peer. The error contains both names, because users
+    of either node may read it.
 
     >>> base = CacheIdentity(weights="base")
     >>> check_same_identity(base, CacheIdentity(weights="tuned"), nodes=("here", "there"))
@@ -215,6 +215,11 @@ def check_memory(plan: Plan, rank: int, memory: Mapping[int, Memory]) -> None:
         if address % ALIGNMENT or not address:
             expected = f"expected a multiple of {ALIGNMENT} above 0"
             raise bad_handshake(f"pool {index} at address {address:#x}, {expected}")
+        if pool.segments is not msgspec.UNSET:
+            problem = "A wire needs each pool in one allocation"
+            got = f"pool {index} with {len(pool.segments)} segments"
+            hint = "Allocate the engine's tensors of a pool in one buffer, and describe that buffer"
+            raise AtlasError(Code.BAD_PLAN, problem, got=got, hint=hint)
     _check_places(memory)
 
 

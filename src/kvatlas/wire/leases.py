@@ -175,7 +175,7 @@ class Lease:
         return source_ranges(self.stream)
 
     def _readable(self, region: int) -> ByteRanges | None:
-        """Return the byte ranges of a memory region that the peer may read; None if it has none."""
+        """Return the byte ranges of a memory region that the peer may read; None for no range."""
         if region != STAGING:
             return self._stream_ranges.get(region)
         if self.reclaimed:
@@ -218,9 +218,9 @@ def buffers_reclaimed() -> AtlasError:
 class Leases:
     """All leases of a process. Any thread may use them.
 
-    Locks are taken in this order: a lease's guard, then the node's lock, then one lock of the last
-    group, which are the locks of leases, sessions, routes and staging buffers. Copies run while a
-    guard is held. No thread waits for a peer, binds or compiles while it holds one of these locks.
+    Locks are taken in this order: a lease's guard, then the node's lock, then one of the locks of
+    leases, sessions, routes and staging buffers. Copies run while a guard is held. No thread waits
+    for a peer, binds or compiles while it holds one of these locks.
     """
 
     def __init__(self, ended: Callable[[Lease], None]) -> None:
@@ -246,7 +246,8 @@ class Leases:
     def _check_quotas(self, new: Lease) -> None:
         """Raise an error if all peers together have too many leases.
 
-        Raise `busy` if a peer, or all peers of its host together, use up their share.
+        Raise `busy` if the peer has used up its share, or the peers of one host together have used
+        up theirs.
         """
         count, entries = self._counts.get(None, _NONE)
         if count >= _MAX_LEASES or entries + new.entries > _MAX_ENTRIES:
@@ -293,7 +294,10 @@ class Leases:
         return lease
 
     def renew(self, lease: Lease, seconds: float) -> None:
-        """Extend a lease to `seconds` from now, but not beyond the end of its offer."""
+        """Extend a lease to `seconds` from now, but not beyond the end of its offer.
+
+        To extend the offer too, call `Offer.keep` first.
+        """
         latest = math.inf if lease.part_of is None else lease.part_of.expires
         lease.expires = max(lease.expires, min(time.monotonic() + seconds, latest))
 

@@ -28,7 +28,7 @@ class Metrics:
         self._lock = threading.Lock()
 
     def add(self, **amounts: int) -> None:
-        """Add each amount to the counter of that name."""
+        """Add each amount to the counter with the same name."""
         with self._lock:
             for name, amount in amounts.items():
                 self.values[name] += amount

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -31,7 +33,7 @@ class WrittenLayers:
         self._changed = threading.Condition()
 
     def add(self, layer: str, mark: int | None) -> None:
-        """Record that a layer is valid once GPU event `mark` completes, or now if it is None."""
+        """Record that a layer is valid once GPU event `mark` completes; None means now."""
         with self._changed:
             problem = ""
             if layer not in self._names:
@@ -43,6 +45,12 @@ class WrittenLayers:
                 raise AtlasError(Code.UNKNOWN_LAYER, problem, got=repr(layer)[:300], hint=hint)
             self._written[layer] = mark
             self._changed.notify_all()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all layers are written."""
+        with self._changed:
+            return len(self._written) == len(self._names)
 
     def wait(self, layer: str, timeout: float) -> tuple[bool, int | None]:
         """Wait up to `timeout` until the layer is written. Return (written, its GPU event)."""
@@ -75,6 +83,23 @@ class Offer:
     """Ranks that have finished reading the offer."""
     let_go_by: set[Destination] = field(default_factory=set)
     """Ranks in `read_by` that have not confirmed that they read the whole offer."""
+    seconds: float = math.inf
+    """The seconds for which the offer is kept after its last sign of a reader."""
+    ends: float = math.inf
+    """When the offer ends at the latest, whatever its readers ask."""
+
+    def keep(self, seconds: float) -> float:
+        """Keep the offer for `seconds`, at most its initial time. Return the seconds left.
+
+        This is called for a reader that makes progress. While layers are missing, no reader can
+        make progress, so the time is not extended. Call this under the node's lock.
+        """
+        now = time.monotonic()
+        waiting = self.layers is not None and not self.layers.complete
+        latest = self.expires if waiting else self.ends
+        until = min(now + min(seconds, self.seconds), latest)
+        self.expires = max(self.expires, until)
+        return until - now
 
     def may_be_read_by(self, name: str) -> bool:
         """Whether a node of this name may read the offer."""
@@ -115,6 +140,7 @@ class Offer:
             for index, group in enumerate(plan.groups)
         )
         start, stop = tokens
+        overwritten = self._overwritten(stop, plan)
         if not self.start <= start <= stop <= self.stop:
             problem = f"The tokens must be within those of the offer, {self.start}..{self.stop}"
             hint = "Request only tokens that the source offers"
@@ -124,6 +150,22 @@ class Offer:
                 "last token only"
             )
             hint = f"Pass tokens=({start}, {self.stop})"
+        elif overwritten:
+            problem = (
+                f"The requested range must end at {self.stop}: a shorter range needs rows that "
+                f"later tokens have overwritten in the ring of {overwritten}"
+            )
+            hint = f"Pass tokens=({start}, {self.stop})"
         else:
             return
         raise AtlasError(Code.BAD_TOKENS, problem, got=(start, stop), hint=hint)
+
+    def _overwritten(self, stop: int, plan: Plan) -> str:
+        """Return a layer whose ring lacks rows needed after `stop` tokens, or an empty string.
+
+        The ring has the rows of the last offered tokens.
+        """
+        for name, ring in plan.rings.items():
+            if int(ring.visibility.first(stop)) < min(stop, self.stop - ring.rows):
+                return name
+        return ""

@@ -3,7 +3,7 @@
 They are CRC-32, or keyed MACs if the session is protected.
 
 CRC-32 detects damage. It does not detect an attacker, who can change bytes so that their CRC-32
-stays the same. A MAC with a key that only the two nodes have detects both.
+stays the same. A MAC detects both, because only the two nodes have its key.
 """
 
 from __future__ import annotations

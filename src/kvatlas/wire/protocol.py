@@ -26,6 +26,7 @@ VERSION = 4
 
 Version 1 used ZeroMQ. Version 2 had no identities. Version 3 had no keyed checksums and no TLS on
 the data connections of `tcp`, and the source of a push sent the ranges that the peer fetched.
+Nodes of version 4 that do not know `Keep` refuse it, and the reader then goes on without it.
 """
 
 OLDEST_VERSION = 2
@@ -76,7 +77,7 @@ class Message(
 
 
 class RegisteredMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """A memory region that the sender has registered: a pool, or its staging buffers (index -1).
+    """A memory region that the sender has registered: a pool, or the staging buffers (index -1).
 
     Unknown fields from a newer version are ignored.
     """
@@ -102,7 +103,7 @@ class RegisteredMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConversionTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The conversion between formats that the sender accepts, and the scales of its tensors."""
+    """The format conversion that the sender accepts, and the scales of the sender's tensors."""
 
     convert: Name
     scales: Annotated[dict[Name, tuple[Scale, Scale]], Meta(max_length=16384)] = msgspec.field(
@@ -168,8 +169,18 @@ class Open(Message, frozen=True, kw_only=True, omit_defaults=True, tag="open"):
     """The identity that the request's cache must have; None if the sender compares none."""
 
 
+class Keep(Message, frozen=True, kw_only=True, tag="keep"):
+    """Keep an offer while the sender connects, which may take long. No session is needed.
+
+    The answer is `Ok` with the seconds that the offer lasts from now on.
+    """
+
+    request: Name
+    seconds: Seconds
+
+
 class Opened(Message, frozen=True, kw_only=True, omit_defaults=True, tag="opened"):
-    """A granted lease: the blocks stay unchanged until it ends."""
+    """The answer to `Open`: a granted lease. The blocks stay unchanged until the lease ends."""
 
     lease: Key
     seconds: float
@@ -198,7 +209,10 @@ class Borrow(LeaseQuestion, frozen=True, kw_only=True, tag="borrow"):
 
 
 class Lent(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lent"):
-    """Staging buffers that belong to the lease while it lasts; empty if none became free."""
+    """The answer to `Borrow`: staging buffers that belong to the lease while it lasts.
+
+    The list is empty if no buffer became free.
+    """
 
     buffers: Annotated[tuple[Whole, ...], Meta(max_length=16)] = ()
     memory: RegisteredMemory | None = None
@@ -221,7 +235,11 @@ class AwaitLayer(LeaseQuestion, frozen=True, kw_only=True, tag="await_layer"):
 
 
 class LayerWritten(Message, frozen=True, kw_only=True, tag="layer_written"):
-    """Whether the layer is written, and the sender's GPU event that must complete before reads."""
+    """The answer to `AwaitLayer`: whether the layer is written.
+
+    `mark` is the sender's GPU event that must complete before the layer is read; None if there is
+    none.
+    """
 
     written: bool
     mark: Whole | None = None
@@ -248,7 +266,7 @@ class GetChecksums(
 
 
 class Checksums(Message, frozen=True, kw_only=True, tag="checksums"):
-    """Checksums: CRC-32 as little-endian 32-bit integers, or MACs of 16 bytes each."""
+    """The answer to `GetChecksums`: little-endian 32-bit CRC-32s, or MACs of 16 bytes each."""
 
     sums: Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]
 
@@ -260,13 +278,19 @@ class Close(LeaseQuestion, frozen=True, kw_only=True, tag="close"):
 
 
 class Ok(Message, frozen=True, kw_only=True, tag="ok"):
-    """Success. `seconds` is the remaining time of the lease that the question was about."""
+    """Success, the answer to questions that need no other answer.
+
+    `seconds` is the remaining time of the lease that the question was about.
+    """
 
     seconds: float = 0.0
 
 
 class Release(Message, frozen=True, kw_only=True, omit_defaults=True, tag="release"):
-    """The sender has finished reading an offer, which ends once all its readers have finished."""
+    """Report that the sender has finished reading an offer.
+
+    The offer ends once all its readers have finished.
+    """
 
     session: Key
     request: Name
@@ -308,10 +332,11 @@ class Announce(Message, frozen=True, kw_only=True, tag="announce"):
 
 
 class Announced(Message, frozen=True, kw_only=True, tag="announced"):
-    """The progress of an announced push.
+    """The answer to `Announce`: the progress of a push.
 
-    `arrived` is whether the receiver has read its part, and `moved` counts the bytes so far. If the
-    pull fails, the answer is a `Refusal` instead.
+    The answering node carries out the push by reading from the announcing node. `arrived` is true
+    if it has read its part, and `moved` counts the bytes so far. If the read fails, the answer is a
+    `Refusal` instead.
     """
 
     arrived: bool
@@ -319,7 +344,7 @@ class Announced(Message, frozen=True, kw_only=True, tag="announced"):
 
 
 class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
-    """An error, sent instead of an answer."""
+    """An error, which a node may send as the answer to any question."""
 
     code: Annotated[str, Meta(max_length=64)]
     problem: Annotated[str, Meta(max_length=4096)]
@@ -329,9 +354,8 @@ class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
     """Seconds after which a busy node may be asked again."""
 
 
-Question = (
-    Hello | Open | Borrow | Renew | AwaitLayer | Gather | GetChecksums | Close | Release | Announce
-)
+LeaseMessage = Borrow | Renew | AwaitLayer | Gather | GetChecksums | Close
+Question = Hello | Keep | Open | LeaseMessage | Release | Announce
 Answer = Welcome | SendPlan | Opened | Lent | LayerWritten | Ok | Checksums | Announced | Refusal
 
 
@@ -341,7 +365,7 @@ def new_key() -> bytes:
 
 
 def by_group(blocks: Any) -> Mapping[int, Any]:
-    """Return block tables by group. A single table is that of group 0."""
+    """Return block tables by group. A single table belongs to group 0."""
     return blocks if isinstance(blocks, Mapping) else {0: blocks}
 
 
@@ -368,8 +392,3 @@ def bad_handshake(
 ) -> AtlasError:
     """Return the error for a message that is malformed or contradicts its sender's plan."""
     return AtlasError(Code.BAD_HANDSHAKE, problem, got=got, hint=hint)
-
-
-def wrong_answer(answer: Message, expected: type[Message]) -> AtlasError:
-    """Return the error for an answer whose type does not match the question."""
-    return bad_handshake(f"a message {type(answer).__name__}, expected {expected.__name__}")

@@ -1,8 +1,8 @@
 """Quarantine: memory that an abandoned operation of a transport may still access.
 
-An abandoned read may still arrive: if a stopped source continues, its bytes are written to wherever
-the read was posted. Such memory is not reused until the transport reports that the operation is
-over, whether it succeeded or failed.
+The bytes of an abandoned read may still arrive: if a stopped source process continues, they are
+written to the destination of the read. Such memory is not reused until the transport reports that
+the operation is over, whether it succeeded or failed.
 """
 
 from __future__ import annotations
@@ -94,13 +94,13 @@ class Quarantine:
             one.handles = [handle for handle in one.handles if not handle.settle()]
             if one.handles and time.monotonic() > one.sever_at:
                 one.sever_at = float("inf")
-                _carefully(one.sever)
+                carefully(one.sever)
         over = [one for one in kept if not one.handles]
         with self._lock:
             self._kept = [one for one in self._kept if one not in over]
             left = bool(self._kept)
         for one in over:
-            _carefully(one.then)
+            carefully(one.then)
         return left
 
     def _watch(self) -> None:
@@ -108,9 +108,9 @@ class Quarantine:
             time.sleep(_EVERY)
 
 
-def _carefully(act: Callable[[], None]) -> None:
+def carefully(act: Callable[[], None]) -> None:
     """Call `act` and log its error, so that a failure does not affect other operations."""
     try:
         act()
     except Exception:
-        log.exception("severing a link or releasing quarantined memory failed")
+        log.exception("the work after a transfer failed")

@@ -2,11 +2,11 @@
 
 Each connection has a thread. The number of connections is limited.
 
-A connection is unauthenticated until its first question is decoded. If the node has a secret, the
-peer must have the same secret for that. Few unauthenticated connections are kept, and a new
-connection replaces the oldest of them, so they cannot lock out peers. Authenticated connections are
-limited per host (or per certificate) and in total. A peer above the limit gets a `busy` error with
-a delay after which to retry.
+A connection is unauthenticated until its first question is decoded. If the node has a secret, this
+requires that the peer has the same secret. Only a few unauthenticated connections are kept, and a
+new connection replaces the oldest of them, so strangers cannot lock out peers.
+Authenticated connections are limited per host (or per certificate) and in total. A peer above the
+limit gets a `busy` error with a delay after which to retry.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class Server(threading.Thread):
         try:
             self._closed(caller)
         except Exception:
-            log.exception("housekeeping failed")
+            log.exception("cleanup after a disconnected peer failed")
 
     def _serve(self, caller: Caller, connected: socket.socket) -> None:
         """Answer one caller until it disconnects. Its errors end only this connection."""
@@ -283,7 +283,7 @@ class Server(threading.Thread):
             try:
                 self._idle()
             except Exception:
-                log.exception("housekeeping failed")
+                log.exception("periodic cleanup failed")
 
 
 def _join(thread: threading.Thread) -> None:

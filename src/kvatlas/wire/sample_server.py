@@ -1,7 +1,7 @@
 """A process that serves all ranks of a plan, with pools full of reproducible random bytes.
 
 `python -m kvatlas.wire.sample_server` reads one task from stdin, prints the endpoints of its nodes,
-and serves until stdin ends. `kvatlas move`, benchmarks and tests use it as their remote end.
+and serves until stdin ends. `kvatlas move`, benchmarks and tests use it as the remote peer.
 """
 
 from __future__ import annotations

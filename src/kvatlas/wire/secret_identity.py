@@ -22,7 +22,7 @@ class PeerIdentity(NamedTuple):
 
 
 class SecretIdentity:
-    """The key and certificate that are derived from one secret, and TLS contexts with them."""
+    """The key and certificate that are derived from one secret, and TLS contexts that use both."""
 
     def __init__(self, secret: bytes, owner: str | None = None) -> None:
         self._owner = owner

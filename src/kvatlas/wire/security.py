@@ -1,13 +1,13 @@
 """Authentication of connections: TLS 1.3 between ends that share a secret.
 
 From each shared secret both ends derive the same private key and the same self-signed certificate.
-A connection uses one secret: the client names it by its certificate, and both ends present that
-certificate and accept no other. Each end thereby proves that it has the secret, and no third party
-can read, change, or replay the traffic. An end may accept several secrets during a rotation. Users
-with a public key infrastructure pass TLS contexts instead.
+A connection uses one secret, which the client chooses by its certificate. Both ends present the
+certificate of that secret and accept no other. Each end thereby proves that it has the secret, and
+no third party can read, change, or replay the traffic. An end may accept several secrets during a
+rotation. Users with a public key infrastructure pass TLS contexts instead.
 
 All holders of one secret can call themselves by any name. If each peer has its own secret
-(`PeerAccess`) or its own certificate, a peer can use only the name that its key belongs to.
+(`PeerAccess`) or its own certificate, a peer can use only the name that belongs to its key.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Security:
         """Complete the handshake within the socket's time-out, and return the peer's identity.
 
         All holders of one secret have the same certificate, so they are distinguished by host. On a
-        non-blocking socket, `ssl.SSLWantReadError` or `ssl.SSLWantWriteError` means: call again.
+        non-blocking socket, call again after `ssl.SSLWantReadError` or `ssl.SSLWantWriteError`.
         """
         if not isinstance(accepted, ssl.SSLSocket):
             return self._proved(accepted, None)
@@ -141,7 +141,7 @@ class Security:
     def begin(self, connection: socket.socket, host: str, choice: int) -> socket.socket:
         """Wrap a new connection for its TLS handshake.
 
-        Secret number `choice` is used, or the TLS context if there is one.
+        The TLS context is used if there is one, otherwise the secret with index `choice`.
         """
         if not self.protected:
             return connection
@@ -180,20 +180,24 @@ class Security:
             Code.BAD_HANDSHAKE,
             "The peer's name does not belong to its key",
             got=f"name {name!r} with the key of {', '.join(sorted(proved or ())) or 'no peer'}",
-            hint="Use the name in the certificate as name=, or give the peer its own secret in "
+            hint="Set name= to the name in the certificate, or give the peer its own secret in "
             "peers=",
         )
 
     def check_role(self, name: str, act: Literal["pull", "push"]) -> None:
         """Raise `forbidden` if a peer of this name may not pull or push."""
-        access = PeerAccess() if self._peers is None else self._peers.get(name)
-        if access is None or not (access.may_read if act == "pull" else access.may_push):
+        if not self.has_role(name, act):
             role = "may_read" if act == "pull" else "may_push"
             raise AtlasError(
                 Code.FORBIDDEN,
                 got=f"a {act} by {name!r}",
                 hint=f"Pass peers={{{name!r}: PeerAccess(..., {role}=True)}} to the refusing node",
             )
+
+    def has_role(self, name: str, act: Literal["pull", "push"]) -> bool:
+        """Whether a peer of this name may pull or push."""
+        access = PeerAccess() if self._peers is None else self._peers.get(name)
+        return access is not None and (access.may_read if act == "pull" else access.may_push)
 
     def _make_accepting(self) -> ssl.SSLContext | None:
         if self._tls is not None:

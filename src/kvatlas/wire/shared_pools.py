@@ -47,7 +47,8 @@ class SharedPools:
 def map_pools(published: bytes, sizes: Mapping[int, int]) -> dict[int, Bytes]:
     """Map the pools of another process. Return them as bytes, by index.
 
-    `published` is `SharedPools.published`. Raise `bad_handshake` if the pools differ from `sizes`.
+    `published` is `SharedPools.published`. Raise `bad_handshake` if `sizes` are not the sizes of
+    these pools.
     """
     connection, mapped = map_published(published, sizes)
     hang_up(connection)

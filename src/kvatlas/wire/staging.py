@@ -1,11 +1,11 @@
 """Staging buffers of a node: for its own transfers, and to lend to its peers.
 
-If a transport shares the pools anyway (`shared="all"`), or authorises every read by its lease, all
-peers use buffers of the node's one staging memory (`StagingBuffers`). Otherwise every peer gets
-segments that no other process can read or write (`PeerSegments`). A segment belongs to one session:
-it is kept for the session's next transfer, and freed when the session ends or another peer needs
-the memory. So bytes of one peer are never in memory that another peer can access, even if a peer
-stalls and continues to read much later.
+If a transport shares the pools anyway (`shared="all"`), or authorises every read by the lease of
+the reader, all peers use buffers of the node's one staging memory (`StagingBuffers`). Otherwise
+every peer gets segments that no other process can read or write (`PeerSegments`). A segment belongs
+to one session: it is kept for the session's next transfer, and freed when the session ends or
+another peer needs the memory. So bytes of one peer are never in memory that another peer can
+access, even if a peer stalls and continues to read much later.
 """
 
 from __future__ import annotations

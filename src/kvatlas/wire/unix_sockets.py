@@ -96,7 +96,10 @@ def check_user(connected: socket.socket) -> int:
 
 
 def _other_end(connected: socket.socket) -> tuple[int, int]:
-    """Return (pid, user id) of the process at the other end. In another namespace, its pid is 0."""
+    """Return (pid, user id) of the process at the other end.
+
+    The pid is 0 if the process is in another pid namespace.
+    """
     credentials = struct.Struct("iii")
     packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
     process, user, _ = credentials.unpack(packed)
@@ -111,7 +114,7 @@ def forget_path(path: Path) -> None:
 
 @contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """Yield a path of the same socket that fits into the 107 bytes of a socket address."""
+    """Yield a path of the socket that is at most 107 bytes long, the limit of an address."""
     if len(os.fsencode(path)) <= _LONGEST_PATH:
         yield str(path)
         return

@@ -237,7 +237,7 @@ def plans() -> dict[str, tuple[str, bytes]]:
         "many_layers": ("bad_handshake", sealed(hello(plan=json.dumps(many).encode()))),
         "empty_json": ("bad_handshake", sealed(hello(plan=b"{}"))),
         "more_in_the_plan": ("bad_plan", with_plan(put("more", 1))),
-        "plan_of_a_newer_version": ("unlike_versions", with_plan(put("version", 2))),
+        "plan_of_a_newer_version": ("unlike_versions", with_plan(put("version", 3))),
         "newer_plan_in_another_form": ("unlike_versions", with_plan(newer)),
         "plan_that_says_its_version": ("welcome", with_plan(put("version", 1))),
         "plan_of_version_0": ("bad_handshake", with_plan(put("version", 0))),
@@ -278,7 +278,7 @@ def plans() -> dict[str, tuple[str, bytes]]:
 
 def newer(made: Json) -> None:
     """A plan of a later version, whose regions are of no form that is known today."""
-    made.update(version=2, regions={"by": "layer"}, more=1)
+    made.update(version=3, regions={"by": "layer"}, more=1)
 
 
 def apart(made: Json) -> None:

@@ -30,7 +30,6 @@ class Kind:
     """Its peers are other processes, which can be killed."""
     needs_peer: bool = False
     """The peer's processor takes part, so that one that stands still stops everything."""
-    reads_only: bool = False
     """Nobody can write to another's memory."""
 
 
@@ -43,7 +42,7 @@ KINDS = [
     Kind("shm", "shm"),
     Kind("nixl", "nixl", _NO_IB),
     Kind("mooncake", "mooncake", needs_peer=True),
-    Kind("tcp", "tcp", needs_peer=True, reads_only=True),
+    Kind("tcp", "tcp", needs_peer=True),
 ]
 OVER_TCP = Kind(
     "nixl-tcp", "nixl", {**_NO_IB, "UCX_TLS": "tcp"}, {"over_tcp": True}, needs_peer=True

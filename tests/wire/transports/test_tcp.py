@@ -173,16 +173,11 @@ def test_connections_are_kept_for_the_next_read(source: Transport) -> None:
     end.close()
 
 
-def test_nobody_writes_and_nobody_listens_everywhere(source: Transport) -> None:
-    link = source.connect(source.publish(), source.memory)
-    for act in (
-        lambda: link.write([Copy(0, 0, np.array([0]), np.array([0]), np.array([64]))]),
-        lambda: TcpTransport(host="0.0.0.0"),  # noqa: S104
-        lambda: TcpTransport(host="192.0.2.1"),
-    ):
-        with pytest.raises(AtlasError) as refusal:
-            act()
-        assert refusal.value.code is Code.WIRE_FAILED
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1"])  # noqa: S104
+def test_nobody_listens_everywhere(host: str) -> None:
+    with pytest.raises(AtlasError) as refusal:
+        TcpTransport(host=host)
+    assert refusal.value.code is Code.WIRE_FAILED
 
 
 @pytest.mark.parametrize("most", [1, 7, 100, 5_000, 1 << 30])

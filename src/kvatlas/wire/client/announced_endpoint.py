@@ -1,4 +1,4 @@
-"""The endpoint of a node that announces a push, checked before this node connects to it."""
+"""Check the endpoint that a peer announces for a push, before connecting to it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def announced_endpoint(endpoint: str, host: str, *, on_this_host: bool) -> str:
     'tcp://10.0.0.7:5555'
     >>> announced_endpoint("tcp://10.0.0.8:5555", "10.0.0.7", on_this_host=False)
     Traceback (most recent call last):
-    kvatlas.errors.AtlasError: A node must push from the host that it listens at. Got \
-tcp://10.0.0.8:5555, announced from 10.0.0.7. Let the source listen at the address from which it \
-connects, or at 0.0.0.0. [bad_handshake]
+    kvatlas.errors.AtlasError: A push must be announced from the host of the announced endpoint. \
+Got tcp://10.0.0.8:5555, announced from 10.0.0.7. Let the source listen at the address from which \
+it connects, or at 0.0.0.0. [bad_handshake]
     """
     if unix_path(endpoint) is not None:
         if on_this_host:
@@ -58,7 +58,7 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 def _elsewhere(endpoint: str, host: str) -> AtlasError:
     return AtlasError(
         Code.BAD_HANDSHAKE,
-        "A node must push from the host that it listens at",
+        "A push must be announced from the host of the announced endpoint",
         got=f"{endpoint}, announced from {host}",
         hint="Let the source listen at the address from which it connects, or at 0.0.0.0",
     )

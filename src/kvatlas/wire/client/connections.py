@@ -21,7 +21,7 @@ from kvatlas.wire.client.prepared_shapes import MakeStream, PreparedShapes
 from kvatlas.wire.connection import endpoint_host
 from kvatlas.wire.handshake_checks import Peer, checked_peer
 from kvatlas.wire.leases import session_id
-from kvatlas.wire.protocol import SendPlan, Welcome, bad_handshake, wrong_answer
+from kvatlas.wire.protocol import SendPlan, Welcome, bad_handshake
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.transports.access import Access
 from kvatlas.wire.transports.base import Link, Transport
@@ -49,8 +49,8 @@ class PeerConnection:
     stream: InitVar[MakeStream]
     background: ThreadPoolExecutor
     """Runs questions in the background during a transfer."""
-    costs: Costs | None = None
-    """The measured costs of the link."""
+    costs: dict[int, Costs] = field(default_factory=dict)
+    """The measured costs of the link, by the length of the runs in bytes, a power of two."""
     measuring: threading.Lock = field(default_factory=threading.Lock)
     """Held by the transfer that measures the costs. Others wait, so they do not slow it down."""
     ways: dict[tuple[int, int], Way] = field(default_factory=dict)
@@ -67,6 +67,11 @@ class PeerConnection:
         self._lent: dict[bytes, Link] = {}
         """Links to staging memory that the peer has allocated for this node only, by metadata."""
         self._lent_lock = threading.Lock()
+
+    def costs_near(self, length: int) -> Costs | None:
+        """Return the costs for runs of `length`, `2 * length` or `length // 2` bytes, or None."""
+        near = (self.costs.get(one) for one in (length, 2 * length, length // 2))
+        return next(filter(None, near), None)
 
     def link_to_lent(self, transport: Transport, memory: Memory, metadata: bytes) -> Link:
         """Return the link to staging memory that the peer has allocated for this node only."""
@@ -137,7 +142,11 @@ class Connections:
 
     @contextmanager
     def using(self, connection: PeerConnection) -> Iterator[None]:
-        """A context that calls `give_back` at its end, and also `drop` if the peer was lost."""
+        """A context for one use of a connection, which ends with the context.
+
+        If an operation in the context finds that the peer was lost, later transfers open a new
+        connection.
+        """
         try:
             yield
         except AtlasError as refused:
@@ -148,7 +157,7 @@ class Connections:
             self.give_back(connection)
 
     def drop(self, connection: PeerConnection) -> None:
-        """Stop handing out a connection. It is closed once no transfer uses it."""
+        """Use a connection for no further transfer, and close it once no transfer uses it."""
         with self._lock:
             connection.gone = True
             if self._open.get(connection.endpoint) is connection:
@@ -194,13 +203,11 @@ class Connections:
         """Exchange hellos with a peer, check its hello, and open a link to its memory."""
         node = self._node
         with node.metrics.phase("handshake"):
-            answer: Any = SendPlan()
-            for with_plan in (False, True):
-                if isinstance(answer, SendPlan):
-                    hello = node.hello(with_plan=with_plan)
-                    answer = node.channels.ask(endpoint, hello, deadline=deadline)
-            if not isinstance(answer, Welcome):
-                raise wrong_answer(answer, Welcome)
+            hello, ask = node.hello(with_plan=False), node.channels.ask
+            answer: Any = ask(endpoint, hello, (Welcome, SendPlan), deadline=deadline)
+            if isinstance(answer, SendPlan):
+                hello = node.hello(with_plan=True)
+                answer = ask(endpoint, hello, (Welcome,), deadline=deadline)
             plan = node.peer_plans.find(answer.hello)
             if plan is None:
                 raise bad_handshake("a welcome without a plan")
@@ -218,7 +225,7 @@ class Connections:
         )
 
     def _check_same_plan(self, endpoint: str, peer: Peer) -> None:
-        """Raise an error if the peer's rank has changed, or its plan is not that of the session."""
+        """Raise an error if the peer's rank has changed, or if the peer has another plan."""
         known = self.known.get(endpoint, peer)
         if known.rank != peer.rank:
             problem = "The endpoint now serves another rank than when the session was opened"

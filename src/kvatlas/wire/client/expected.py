@@ -1,16 +1,17 @@
 """Requests that other nodes push: announced by each source rank, then read by this node.
 
 A push is a pull that the source asks for. The source offers the request under a name that only the
-destination learns, and announces the name. The destination checks the announcer, connects back,
-and reads the rank's part as any other pull. Only that pull makes the request ready.
+destination learns, and announces the name. The destination checks the announcer, connects back, and
+reads the rank's part in the same way as any other pull. Only that pull makes the request ready.
 
 An announcement passes through three states:
 
 - announced: this node connects to the announced endpoint and checks that the announcing node
   answers there;
-- current: it has replaced the previous announcement of the same rank. The previous pull was ended
-  and can no longer write to the blocks. This node now reads the rank's part;
-- over: arrived, or failed with an error code. A rank that has arrived is not read again.
+- current: this announcement has replaced the rank's previous announcement. The previous pull was
+  ended and can no longer write to the blocks. This node now reads the rank's part;
+- over: the part has arrived, or the pull has failed with an error code. A part that has arrived is
+  not read again.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _SETTLE_SECONDS = 30.0
 
 @dataclass(eq=False)
 class Announcement:
-    """A source rank's announcement that this node may read its part, and the pull of that part."""
+    """A source rank's announcement of its part of a request, and the pull of that part."""
 
     peer: Peer
     question: protocol.Announce
@@ -76,12 +77,12 @@ class Announcement:
 
     @property
     def endpoint(self) -> str:
-        """The announced endpoint, checked to be at the host that it was announced from."""
+        """The announced endpoint. It must be at the host from which it was announced."""
         host, here = self.came_from
         return announced_endpoint(self.question.endpoint, host, on_this_host=here)
 
     def end(self) -> None:
-        """End the pull. The request was forgotten, or this announcement was replaced."""
+        """End the pull, after the request was forgotten or this announcement was replaced."""
         self.transfer.failed(self.peer.rank, lease_expired())
 
 
@@ -114,7 +115,7 @@ class Expected:
     forgotten: bool = False
 
     def may_be_pushed_by(self, peer: Peer) -> bool:
-        """Whether a peer is a permitted source of the request whose part has not arrived yet."""
+        """Whether a peer may push its part of the request, and the part has not arrived yet."""
         named = peer.plan_hash == self.source and peer.name in self.pushers
         return named and peer.rank in self.sources and peer.rank not in self.arrived
 
@@ -227,7 +228,7 @@ class ExpectedRequests:
         return one
 
     def _drop_known(self) -> None:
-        """Drop the oldest announcement whose pull has ended, if more than `_KEPT` are kept."""
+        """If over `_KEPT` announcements are kept, drop the oldest one whose pull has ended."""
         if len(self._known) > _KEPT:
             over = (key for key, one in self._known.items() if one.transfer.done)
             if (oldest := next(over, None)) is not None:
@@ -365,8 +366,7 @@ def _check_tokens(expected: Expected, question: protocol.Announce) -> None:
     if (question.start, question.stop) != (expected.start, expected.stop):
         raise AtlasError(
             Code.BAD_TOKENS,
-            f"The tokens of a push must be those that are expected, {expected.start}.."
-            f"{expected.stop}",
+            f"A push must have the tokens that are expected, {expected.start}..{expected.stop}",
             got=(question.start, question.stop),
             hint="Pass the same tokens to expect() and push()",
         )
@@ -377,6 +377,6 @@ def _not_expected(question: protocol.Announce) -> AtlasError:
         Code.UNKNOWN_REQUEST,
         "The destination does not expect this request from this node, or has already received it",
         got=repr(question.request),
-        hint="Call expect() at the destination first, with the plan of this node as source= and "
-        "its name in pushers=",
+        hint="Call expect() at the destination first: source= must be the plan of this node, and "
+        "pushers= must contain its name",
     )

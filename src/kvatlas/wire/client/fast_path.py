@@ -174,7 +174,7 @@ class LaunchedPull:
 def _let_others_run() -> None:
     """Release the interpreter lock for a moment, without yielding the processor.
 
-    `time.sleep(0)` takes about 60 us, a tenth of the time of a read of 1 GB. `os.sched_yield` takes
-    as long as other threads keep the processor.
+    `time.sleep(0)` takes about 60 us, a tenth of the time that a read of 1 GB takes.
+    `os.sched_yield` takes as long as other threads keep the processor.
     """
     select((), (), (), 0)

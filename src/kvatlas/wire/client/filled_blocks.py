@@ -1,7 +1,7 @@
 """Find and claim the blocks that a pull fills.
 
-Which block table entries a pull fills is cached by the shape of the request: its tokens, and the
-lengths of its block tables.
+The indices of the block table entries that a pull fills are cached by the shape of the request: its
+tokens, and the lengths of its block tables.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvatlas.wire.client.transfer import TransferPart
-from kvatlas.wire.rpc import log
+from kvatlas.wire.quarantine import carefully
 
 _EVERY = 2e-3
 """Seconds between checks."""
@@ -88,14 +88,14 @@ class FollowUps:
         later.
         """
         if self._closing:
-            _carefully(one.part)
+            carefully(one.part)
             one.part.join()
         now = time.monotonic()
         if one.part.over:
             one.since = now
             return True
         if now - one.since > _EVERY:
-            _hand_on(self._workers, _carefully, one.part)
+            _hand_on(self._workers, carefully, one.part)
             one.since = float("inf")
         with self._lock:
             self._kept.append(one)
@@ -106,10 +106,10 @@ class FollowUps:
         try:
             for place, one in enumerate(over):
                 begun = time.monotonic()
-                _carefully(one.then)
+                carefully(one.then)
                 if time.monotonic() - begun > _SLOW:
                     for other in over[place + 1 :]:
-                        _hand_on(self._background, _carefully, other.then)
+                        _hand_on(self._background, carefully, other.then)
                     return
         finally:
             with self._lock:
@@ -122,11 +122,3 @@ def _hand_on(to: Executor, act: Callable[..., None], *given: Any) -> None:
         to.submit(act, *given)
     except RuntimeError:
         act(*given)
-
-
-def _carefully(act: Callable[[], None]) -> None:
-    """Call `act` and log its errors, so that one failure does not affect other pulls."""
-    try:
-        act()
-    except Exception:
-        log.exception("the work after a pull failed")

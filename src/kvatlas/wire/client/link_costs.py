@@ -1,4 +1,4 @@
-"""Measure the costs of a link, and choose between direct, coalesced and staged transfers."""
+"""Choose between direct, coalesced and staged transfers, by the measured costs of the link."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from kvatlas.copying.memory import STAGING
 from kvatlas.copying.read_coalescing import expected_reads
 from kvatlas.copying.stream_pieces import AnyStream
 from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.geometry.integers import ceil_div
 from kvatlas.routing import ConvertedStream, Copy, Costs, Stream
 from kvatlas.wire.client.connections import Way
+from kvatlas.wire.client.link_measurement import measure, quickest
 from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.client.rank_reads import BUFFERS, RankReads
 from kvatlas.wire.transports.errors import failed
@@ -32,8 +34,8 @@ must not wait for that.
 """
 _LONGEST_MEASUREMENT = 2.0
 """The maximum number of seconds that a transfer waits for the measurement of another."""
-_MEASURED = 3
-"""The maximum number of measurements of a link. Another is made if runs seem to cost no time."""
+_SHORTEST_RUN = 64
+"""Costs are measured for runs of this many bytes, of twice, four times as many, and so on."""
 _LEFT_FOR_DIRECT = 2
 """While a transfer waits for buffers, it reserves this multiple of a direct transfer's time.
 
@@ -42,7 +44,10 @@ If no buffers become free, a direct transfer can then still meet the deadline.
 
 
 def choose_way(reads: RankReads, stream: AnyStream) -> Way:
-    """Return `direct`, `coalesced` or `staged`: as requested, or the cheapest by measured cost."""
+    """Return how to move a stream: `direct`, `coalesced` or `staged`.
+
+    This is the way that the caller requested or, for `auto`, the cheapest by measured cost.
+    """
     lease, wanted = reads.lease, reads.lease.wanted
     if isinstance(stream, ConvertedStream):
         if converts_on_the_way(lease, stream):
@@ -92,7 +97,8 @@ def must_coalesce(lease: RankLease) -> bool:
 def converts_on_the_way(lease: RankLease, stream: ConvertedStream) -> bool:
     """Whether the GPU copy kernel can cast the elements while it copies them between the pools.
 
-    False if checksums are requested: there would be no intermediate bytes to compute them from.
+    False if checksums are requested, because checksums are computed from intermediate bytes, which
+    such a copy does not produce.
     """
     wanted, link = lease.wanted, lease.connection.link
     if not link.adds or wanted.checksums or wanted.how not in ("auto", "direct"):
@@ -117,15 +123,17 @@ def _cheapest_way(reads: RankReads, stream: Stream) -> Way:
     runs = stream.runs_apart  # requests with equal runs and bytes are weighed once
     if stream.nbytes >= _LONG_RUN * runs:
         return "direct"
-    if connection.costs is None:
+    length = max(_SHORTEST_RUN, 1 << (stream.nbytes // max(1, runs)).bit_length() - 1)
+    measured, alike = connection.costs_near(length), (runs, stream.nbytes)
+    if measured is None:
         lease.ask_after_all()
         if not _may_stage(lease):
             return "direct"
-    costs, alike = connection.costs or _measured(reads), (runs, stream.nbytes)
-    found = connection.ways.get(alike)
+        measured = _measured(reads, length)
+    costs, found = measured or Costs(), connection.ways.get(alike)
     if found is None:
         found = _weighed(lease, stream, costs)
-        if costs is connection.costs:  # else the defaults were used
+        if measured is not None:
             # The dict is replaced, not changed, because other threads read it.
             connection.ways = dict([*connection.ways.items(), (alike, found)][-_KEPT_WAYS:])
     return _with_buffers(reads, stream, found, costs)
@@ -178,75 +186,53 @@ def _can_coalesce(lease: RankLease) -> bool:
     return here and node.staging.most() > 0
 
 
-def _measured(reads: RankReads) -> Costs:
-    """Return the measured costs of the link, or default costs if it cannot be measured now."""
+def _measured(reads: RankReads, length: int) -> Costs | None:
+    """Return the measured costs of runs of a length; None if they cannot be measured now."""
     connection = reads.lease.connection
     wait = min(_LONGEST_MEASUREMENT, max(0.0, reads.lease.deadline - time.monotonic()) / 2)
     if not connection.measuring.acquire(timeout=wait):
-        return Costs()
+        return None
     try:
-        if connection.costs is None:
-            connection.costs = _measured_with_buffers(reads)
-        return connection.costs or Costs()
+        known = connection.costs_near(length)  # another transfer may have measured them
+        if known is not None or not _borrows_to_measure(reads):
+            return known
+        with reads.node.metrics.phase("measure"):
+            (renewing,) = quickest(reads.lease.renew)
+            connection.question_seconds = renewing.wall
+            costs = connection.costs[length] = measure(_Rehearsal(reads), length)
+        return costs
     finally:
         connection.measuring.release()
 
 
-def _measured_with_buffers(reads: RankReads) -> Costs | None:
-    """Return the measured costs of the link; None if too few staging buffers are free."""
+def _borrows_to_measure(reads: RankReads) -> bool:
+    """Acquire staging buffers at both ends. False if too few are free now."""
     staging = reads.node.staging
     reads.buffers = staging.acquire(min(BUFFERS, staging.most()))
-    until = time.monotonic() + _SHORTEST_WAIT
-    if not reads.buffers or not reads.borrow(both=True, until=until):
-        return None
-    with reads.node.metrics.phase("measure"):
-        (reads.lease.connection.question_seconds,) = _quickest(reads.lease.renew)
-        return _measure(reads)
+    return bool(reads.buffers) and reads.borrow(both=True, until=time.monotonic() + _SHORTEST_WAIT)
 
 
-def _measure(reads: RankReads) -> Costs:
-    """Return the costs of the link, from timed reads between staging buffers of the two nodes."""
-    staging = reads.node.staging
-    piece = min(reads.lease.opened.piece, staging.piece)
-    # Many short runs, so that their number costs more than their bytes.
-    short, count = 1024, max(1, min(256, piece // 2048))
-    at = np.arange(count) * 2 * short
-    runs = reads.staging_copy(0, short, at, at[::-1])
-    timed = runs, reads.staging_copy(0, short), reads.staging_copy(0, piece)
-    acts = [partial(reads.read_lent, [copy]) for copy in timed]
-    shortest, each = [float("inf")] * 3, 0.0
-    for _ in range(_MEASURED):
-        shortest = [*map(min, shortest, _quickest(*acts))]
-        many, alone, one = shortest
-        # `alone` is the fixed cost of a read, which belongs neither to its bytes nor to its runs.
-        wire = piece / max(one - alone, one / 2)
-        each = max(0.0, (many - alone) / max(1, count - 1) - short / wire)
-        if each:  # else other threads have most likely slowed down all short reads
-            break
-    return Costs(descriptor=each, wire=wire, copy=_scatter_rate(reads, piece), piece=piece)
+class _Rehearsal:
+    """Copies from the peer's staging buffers to those of this node, and to scratch memory."""
+
+    def __init__(self, reads: RankReads) -> None:
+        self._reads = reads
+        self.piece = min(reads.lease.opened.piece, reads.node.staging.piece)
+
+    def read(self, count: int, length: int) -> Callable[[], None]:
+        """Return a function that reads `count` runs of `length` bytes, with gaps between them."""
+        copy = self._reads.staging_copy(0, length, *_apart(count, length))
+        return partial(self._reads.read_lent, [copy])
+
+    def scatter(self, count: int, length: int) -> Callable[[], None]:
+        """Return a function that scatters `count` runs of `length` bytes into scratch memory."""
+        spread = Copy(STAGING, 0, *_apart(count, length), np.full(count, length))
+        node, nbytes = self._reads.node, count * length
+        stream = node.staging.view(self._reads.buffers[0], nbytes)
+        return node.mover.rehearsal([spread], stream, 2 * nbytes)
 
 
-def _scatter_rate(reads: RankReads, piece: int) -> float:
-    """Return the bytes per second at which this node scatters runs of 4 KiB into its memory."""
-    staging, length = reads.node.staging, 4096
-    count = max(1, min(64, piece // (2 * length)))
+def _apart(count: int, length: int) -> tuple[Int64s, Int64s]:
+    """Return (source starts, reversed destination starts) of runs with gaps between them."""
     at = np.arange(count) * 2 * length
-    spread = Copy(STAGING, 0, at, at[::-1], np.full(count, length))
-    stream = staging.view(reads.buffers[0], count * length)
-    rehearse = reads.node.mover.rehearsal([spread], stream, 2 * count * length)
-    (seconds,) = _quickest(rehearse)
-    return count * length / seconds
-
-
-def _quickest(*acts: Callable[[], object]) -> list[float]:
-    """Return the shortest time of five calls of each function, in seconds.
-
-    The functions are called in turn, so that other threads slow down all functions equally.
-    """
-    shortest = [float("inf")] * len(acts)
-    for _ in range(5):
-        for index, act in enumerate(acts):
-            begun = time.perf_counter()
-            act()
-            shortest[index] = min(shortest[index], time.perf_counter() - begun)
-    return [max(1e-9, seconds) for seconds in shortest]
+    return at, at[::-1]

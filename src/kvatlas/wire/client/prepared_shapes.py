@@ -2,11 +2,12 @@
 
 The shape of a request is everything except its block ids.
 
-From two plans, the tokens and the block tables, a pull computes which bytes to read. For the next
-request with the same tokens and the same number of blocks, only the block ids are new, and the link
-may have prepared the launches (`Link.prepare`). Such a pull starts at once, in the calling thread:
-it finds the offer on the peer's board (shared memory), checks that the caller's blocks are inside
-their pools, and launches the copy. All other work of the pull happens while the copy runs.
+A pull computes which bytes to read. This depends on the two plans, the tokens and the block tables.
+For the next request with the same tokens and the same number of blocks, only the block ids are new,
+and the link may have prepared the launches (`Link.prepare`). Such a pull starts at once, in the
+calling thread: it finds the offer on the peer's board (shared memory), checks that the caller's
+blocks are inside their pools, and launches the copy. All other work of the pull happens while the
+copy runs.
 
 The result is discarded, and the pull takes the normal path, if the offer proves not to be genuine.
 The same happens if a block of the offer does not exist or is named twice. For a new shape, the fast
@@ -89,7 +90,7 @@ class StartedRead(NamedTuple):
 
 
 class PreparedShapes:
-    """A thread-safe cache of the shapes of requests that were pulled over one link."""
+    """The shapes of requests that were pulled over one link. Any thread may use them."""
 
     def __init__(self, link: Link, stream: MakeStream) -> None:
         self._link, self._stream = link, stream
@@ -184,7 +185,7 @@ class PreparedShapes:
 
 
 def plain_tables(blocks: Any) -> dict[int, Int64s]:
-    """Return block tables by group index, as int64 arrays. Int64 arrays are not copied.
+    """Return each group's block table as an int64 array. Int64 arrays are not copied.
 
     >>> plain_tables([2, 5])
     {0: array([2, 5])}

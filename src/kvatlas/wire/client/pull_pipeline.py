@@ -1,12 +1,12 @@
 """The pull pipeline: workers read a stream piece by piece, and write the pieces to the blocks.
 
-All pulls use one loop. A worker takes the next piece and prepares it, which only one worker does at
-a time. It then reads the piece, and scatters it into the blocks if it was read into a staging
-buffer. The ways to move a stream differ only in their pieces:
+All pulls use one loop. A worker takes the next piece and prepares it; only one worker at a time may
+do so. The worker then reads the piece. If the piece was read into a staging buffer, the worker
+scatters it into the blocks. The ways to move a stream differ only in their pieces:
 
 - `direct`: one descriptor per run, from the source's pools into the blocks, in batches. If the
   transport computes the runs on a GPU, there is one piece, and the GPU may also cast elements.
-- `coalesced`: adjacent runs are read as one into a staging buffer of this node. Runs are often
+- `coalesced`: adjacent runs are read as one run into a staging buffer of this node. Runs are often
   short only because the two layouts differ; at the source most of them are adjacent. The source
   does no work.
 - `staged`: the source gathers the piece into its staging buffer, and then this node reads it into
@@ -101,7 +101,7 @@ class PullPipeline:
         self._plan = self._planned(way, after_event)
 
     def run(self) -> None:
-        """Move the stream, or raise an error once no worker uses blocks or buffers."""
+        """Move the stream. An error is raised only when no worker uses blocks or buffers."""
         # A peer that gathers may never answer. The calling thread must notice the end of the
         # transfer nevertheless, so for staged pulls it only waits.
         others = range(0 if self._gathers else 1, self._plan.workers)
@@ -243,7 +243,7 @@ class PullPipeline:
         return [read if exact is None else exact[read.source_pool].clip(read)]
 
     def _spread(self, batch: CoalescedBatch, nth: int) -> int:
-        """Scatter a batch from a worker's buffer into the blocks. Return its number of bytes."""
+        """Scatter a batch from a worker's buffer into the blocks. Return the number of bytes."""
         staging = self._node.staging
         here = staging.view(self._reads.buffers[nth], staging.piece)
         for one in batch.placing:

@@ -135,7 +135,7 @@ class OfferedPush:
                 how=self._how,
                 checksums=self._checksums,
             )
-            answer = node.channels.ask(endpoint, question, deadline=deadline)
-        if not isinstance(answer, Announced):
-            raise protocol.wrong_answer(answer, Announced)
+            answer: Announced = node.channels.ask(
+                endpoint, question, (Announced,), deadline=deadline
+            )
         return answer

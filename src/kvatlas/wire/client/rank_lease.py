@@ -62,7 +62,6 @@ class RankLease:
     def __post_init__(self) -> None:
         wanted = self.wanted
         self.monitor = self.node.channels.monitor(self.connection.endpoint)
-        self.deadline = self.transfer.deadline
         self.rank = self.connection.peer.rank
         self.tokens = token_range(wanted.tokens, self.node.plan.max_len)
         self.mine = protocol.by_group(wanted.blocks)
@@ -77,6 +76,11 @@ class RankLease:
         self._asked_at = time.monotonic()
         self._renew_at = math.inf
 
+    @property
+    def deadline(self) -> float:
+        """The transfer's deadline, which progress may put off."""
+        return self.transfer.deadline
+
     # -- questions ------------------------------------------------------------------------
 
     def _ask(
@@ -84,9 +88,7 @@ class RankLease:
     ) -> A:
         deadline = min(self.deadline, time.monotonic() + self.timeout)
         endpoint, ask = self.connection.endpoint, self.node.channels.ask
-        answer = ask(endpoint, question, deadline=deadline, check=check)
-        if not isinstance(answer, kind):
-            raise protocol.wrong_answer(answer, kind)
+        answer: A = ask(endpoint, question, (kind,), deadline=deadline, check=check)
         return answer
 
     def ask_of_lease(

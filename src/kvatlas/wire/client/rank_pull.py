@@ -126,7 +126,7 @@ class RankPull:
             yield name, coming.pop(0).result()
 
     def _layer_stream(self, name: str) -> AnyStream:
-        """Return the byte stream of one layer, prepared for links whose runs a GPU computes."""
+        """Return the byte stream of one layer. If a GPU computes the runs, prepare them."""
         stream = self.lease.stream([name])
         if self.lease.connection.link.adds:
             stream.grids()

@@ -68,7 +68,7 @@ class RankReads:
     # -- staging buffers --------------------------------------------------------------------
 
     def borrow(self, *, both: bool, until: float = math.inf) -> bool:
-        """Acquire staging buffers of this node. If `both` is true, also borrow some of the peer.
+        """Acquire staging buffers of this node. If `both` is true, also borrow from the peer.
 
         Waits until buffers are free. Returns False, without buffers, if one of the nodes has none
         or the time `until` (monotonic clock) passes first.

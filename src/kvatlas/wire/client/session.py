@@ -36,7 +36,7 @@ from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.client.transfer_request import TransferRequest, check_how
 from kvatlas.wire.fork_safety import OwningProcess
 from kvatlas.wire.handshake_checks import Peer
-from kvatlas.wire.protocol import How, Ok, Release, wrong_answer
+from kvatlas.wire.protocol import How, Ok, Release
 from kvatlas.wire.server.offering import OfferingNode
 from kvatlas.wire.transports.base import Link
 
@@ -106,23 +106,24 @@ class Session:
         final: bool = False,
         wait_for_offer: float = 0.0,
         identity: CacheIdentity | None = None,
+        patient: bool = False,
     ) -> Transfer:
         """Read a request's tokens from its source ranks into blocks of this node.
 
         `source_blocks` may be omitted: the source's offer contains them. `layers` are the names of
-        the layers to read; None for all. The pull fails after `timeout` seconds. `how` selects the
-        way to move the bytes (see `How`), and `costs` replaces the measured costs for `auto`. If
-        `checksums` is true, the bytes at both ends are compared by checksums before the pull is
-        ready.
+        the layers to read; None for all. The pull fails after `timeout` seconds; if `patient` is
+        true, after `timeout` seconds without progress. `how` selects the way to move the bytes (see
+        `How`), and `costs` replaces the measured costs for `auto`. If `checksums` is true, the
+        bytes at both ends are compared by checksums before the pull is ready.
 
         If `streamed` is true, layers arrive one by one: `Transfer.layers` lists the layers that
         have arrived, and `wait_layers` waits for some. The last `recompute` tokens are not
-        transferred, because this node computes them itself. The sliding windows that are read are
-        then those of the first of these tokens. If `final` is true, this is the node's last read of
-        the request, even if it reads only a part of the offer: the source may reuse its blocks once
-        no other rank reads them. The pull waits up to `wait_for_offer` seconds for a request that
-        is not offered yet. `identity` overrides the node's identity for this request, for example
-        if it uses an adapter or a salt.
+        transferred, because this node computes them itself. The pull then includes the sliding
+        windows that the first of these tokens needs. If `final` is true, this is the node's last
+        read of the request, even if it reads only a part of the offer: the source may reuse its
+        blocks once no other rank reads them. The pull waits up to `wait_for_offer` seconds for a
+        request that is not offered yet. `identity` overrides the node's identity for this request,
+        for example if it uses an adapter or a salt.
 
         Raises `blocks_in_use` if an offer, a push or another pull uses one of the blocks. The
         blocks of a failed pull stay in use until the transfer is `released`.
@@ -149,7 +150,7 @@ class Session:
                 request, destination_blocks, source_blocks, tokens, layers, timeout, how, costs,
                 checksums=checksums, streamed=streamed, final=final,
                 wait_for_offer=wait_for_offer, mark=None if all_launched else self.node.mark(),
-                identity=identity,
+                identity=identity, patient=patient,
             )  # fmt: skip
             needed: Needed = launched[ranks[0]].total if all_launched else None
             if needed is None:
@@ -192,7 +193,7 @@ class Session:
         checksums: bool = False,
         identity: CacheIdentity | None = None,
     ) -> Transfer:
-        """Have every rank that reads from this node read a request's tokens from its blocks.
+        """Have each destination rank read its part of a request from this node's blocks.
 
         The destination must expect the request from this node, with the same tokens. This node
         offers the blocks to the destination and asks it to pull them. The push fails after
@@ -262,7 +263,7 @@ class Session:
                 Code.PEER_LOST,
                 "The session is closed" if self._closed else "The session has no peers",
                 got="no connection",
-                hint="Open a new session with the endpoints of the other plan's ranks",
+                hint="Open a new session, and pass the endpoints of its peers",
             )
         return next(iter(self._connections.known.values()))
 
@@ -308,7 +309,9 @@ class Session:
         self._check_connected(ranks)
         quick = bool(ranks) and all(map(self._sees_offers, ranks))
         total = needed() if callable(needed) and not quick else needed
-        transfer = Transfer(wanted.request, ranks, total, wanted.timeout, brings, claim)
+        transfer = Transfer(
+            wanted.request, ranks, total, wanted.timeout, brings, claim, patient=wanted.patient
+        )
         with self._lock:
             self._any_peer()
             self._running.add(transfer)
@@ -358,9 +361,7 @@ class Session:
     def _tell_endpoint(self, transfer: Transfer, endpoint: str) -> None:
         with self._connections.use(endpoint, transfer.deadline) as connection:
             told = Release(session=connection.session, request=transfer.request)
-            answer = self.node.channels.ask(endpoint, told, deadline=transfer.deadline)
-            if not isinstance(answer, Ok):
-                raise wrong_answer(answer, Ok)
+            self.node.channels.ask(endpoint, told, (Ok,), deadline=transfer.deadline)
 
     def _tell_unread(self, transfer: Transfer, wanted: TransferRequest) -> None:
         """After a final pull, release the request at source ranks that no rank of this plan reads.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -17,7 +18,7 @@ _LOOK_SECONDS = 0.002
 
 
 class TransferPart:
-    """A part of a transfer that runs once, in a worker thread or in the waiting thread."""
+    """One part of a transfer. It runs once, in a worker thread or in the waiting thread."""
 
     def __init__(
         self,
@@ -76,12 +77,14 @@ class Transfer:
         timeout: float,
         layers: Collection[str] | None = None,
         claim: BlockClaim | None = None,
+        *,
+        patient: bool = False,
     ) -> None:
         """`total` is the number of bytes that must arrive, a function that returns it, or None.
 
         `layers` are the names of the layers that the transfer delivers, or None if it does not
         track layers. `claim` is the claim on the blocks, and is released once the blocks may be
-        reused.
+        reused. If `patient` is true, bytes that arrive put the deadline off by `timeout`.
         """
         self.request = request
         self._total = total
@@ -100,6 +103,7 @@ class Transfer:
         self.error: AtlasError | None = None
         self.begun = time.monotonic()
         self.deadline = self.begun + timeout
+        self._patience = timeout if patient else 0.0
         self.seconds = 0.0
         if not self._waiting:
             self._end()
@@ -160,14 +164,13 @@ class Transfer:
 
     def wait(self, timeout: float | None = None) -> Transfer:
         """Wait for the end. Raise the transfer's error, or `deadline` after `timeout` seconds."""
-        begun, left = time.monotonic(), self.deadline - time.monotonic()
-        if timeout is None or timeout >= left or self._ends_within(timeout):
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        if timeout is None or until >= self.deadline or self._ends_within(timeout):
             self._help()
-        waited = time.monotonic() - begun
-        left -= waited
-        timeout = None if timeout is None else timeout - waited
-        if not self._over.is_set():
-            self._over.wait(max(0.0, left if timeout is None else min(timeout, left)))
+        # More than once only if bytes have put the deadline off.
+        while (left := min(until, self.deadline) - time.monotonic()) > 0:
+            if self._over.wait(left):
+                break
         if not self.done:
             problem = f"The transfer is still running after {time.monotonic() - self.begun:.1f} s"
             raise AtlasError(Code.DEADLINE, problem, got=self, hint="Wait longer, or call cancel()")
@@ -179,8 +182,8 @@ class Transfer:
         """Wait until the given layers have arrived, so that a forward pass can start with them.
 
         In a streamed transfer, layers arrive in the order in which they are computed. Otherwise all
-        layers arrive together at the end. Raises the transfer's error, `deadline` after `timeout`,
-        or `unknown_layer` for a layer that the transfer does not deliver.
+        layers arrive together at the end. Raises the transfer's error, `deadline` after `timeout`
+        seconds, or `unknown_layer` for a layer that the transfer does not deliver.
 
         >>> transfer = Transfer("request 17", ranks=(0,), total=8192, timeout=30)
         >>> transfer.add_layer(0, "layers.0.attn")
@@ -188,7 +191,6 @@ class Transfer:
         False
         """
         wanted, begun = set(names), time.monotonic()
-        until = self.deadline if timeout is None else begun + timeout
         others = set() if self._brings is None else wanted.difference(self._brings)
         if others:
             problem, got = (
@@ -200,7 +202,8 @@ class Transfer:
         while not wanted <= self.layers:
             if self.done:
                 return self.wait(0.0)  # all are here, or its failure is raised
-            if time.monotonic() > until:
+            # Read again each time: bytes may have put the deadline off.
+            if time.monotonic() > (self.deadline if timeout is None else begun + timeout):
                 missing = sorted(wanted - self.layers)
                 problem = f"Layers have not arrived after {time.monotonic() - begun:.1f} s"
                 hint = "Wait longer, or cancel the transfer"
@@ -237,7 +240,7 @@ class Transfer:
         """Add a part. If `quick` is true, it may run in the thread that waits for the transfer.
 
         For a quick part, waking another thread would add a tenth to the time. `ends_within` is
-        that of `TransferPart`.
+        passed to `TransferPart`.
         """
         part = TransferPart(act, quick=quick, ends_within=ends_within)
         self._parts.append(part)
@@ -296,6 +299,8 @@ class Transfer:
         """Count bytes that a rank has moved."""
         with self._lock:
             self._bytes[rank] += nbytes
+            if self._patience:
+                self.deadline = max(self.deadline, time.monotonic() + self._patience)
 
     def add_layer(self, rank: int, name: str) -> None:
         """Record that a rank has delivered a layer."""
@@ -322,7 +327,7 @@ class Transfer:
                 self._release()
 
     def settle(self) -> bool:
-        """Return `released`. `Quarantine` calls this method."""
+        """Return whether the blocks may be reused. `Quarantine` requires this method."""
         return self.released
 
     def finished(self, rank: int) -> None:

@@ -34,6 +34,8 @@ class TransferRequest:
     wait_for_offer: float = 0.0
     identity: CacheIdentity | None = None
     """The identity of the request's cache; None for the node's identity."""
+    patient: bool = False
+    """Whether `timeout` limits the time without progress instead of the whole time."""
     replaceable: bool = False
     """Whether another process may replace the source during the pull and fill the same blocks."""
     mark: int | None = None
@@ -48,7 +50,7 @@ class TransferRequest:
 def check_how(how: object) -> None:
     """Raise an error for a value that is not one of `How`."""
     if how not in get_args(How):
-        problem = "There is no such way to move a request"
+        problem = "`how` does not name a way to move a request"
         raise failed(f"how={how!r}", how_hint(how), problem)
 
 

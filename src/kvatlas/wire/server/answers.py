@@ -64,6 +64,8 @@ class Answers:
         self.node.metrics.add(messages=1)
         if isinstance(question, protocol.Hello):
             return self._welcome(question, caller)
+        if isinstance(question, protocol.Keep):
+            return self._keep(question, caller)
         peer = self.sessions.find(question.session, caller)
         match question:
             case protocol.Open():
@@ -92,6 +94,22 @@ class Answers:
 
     # -- offers ---------------------------------------------------------------------------
 
+    def _keep(self, question: protocol.Keep, caller: Caller) -> protocol.Message:
+        """Keep an offer for a reader that is about to connect, or that is connecting."""
+        node = self.node
+        with node.lock:
+            offer = node.offers.get(question.request)
+            if offer is None or not self._may_read(offer, caller):
+                raise _not_offered(question)
+            return protocol.Ok(seconds=max(0.0, offer.keep(question.seconds)))
+
+    def _may_read(self, offer: Offer, caller: Caller) -> bool:
+        """Whether a peer that has no session yet may read an offer by one of its proved names."""
+        proved, security = caller.names, self.node.security
+        return proved is None or any(
+            offer.may_be_read_by(name) and security.has_role(name, "pull") for name in proved
+        )
+
     def _open(self, question: protocol.Open, peer: Peer, caller: Caller) -> protocol.Message:
         """Grant a lease on an offer, after checking that the peer may read it."""
         if question.direction == "push":
@@ -116,7 +134,7 @@ class Answers:
             if node.offers.get(question.request) is not offer:
                 raise _not_offered(question)
             lease = node.leases.grant(
-                min(question.seconds, offer.expires - time.monotonic()),
+                offer.keep(question.seconds),
                 session=question.session,
                 peer=(caller.identity, peer.name),
                 names=peer.names,
@@ -180,7 +198,12 @@ class Answers:
     # -- leases ---------------------------------------------------------------------------
 
     def _renew(self, question: protocol.Renew, lease: Lease) -> protocol.Message:
-        self.node.leases.renew(lease, question.seconds)
+        offer, seconds = lease.part_of, question.seconds
+        if offer is not None:
+            with self.node.lock:
+                if self.node.offers.get(offer.request) is offer:
+                    seconds = offer.keep(seconds)
+        self.node.leases.renew(lease, seconds)
         return protocol.Ok(seconds=lease.left)
 
     def _await_layer(self, question: protocol.AwaitLayer, lease: Lease) -> protocol.Message:
@@ -288,7 +311,7 @@ def _is_complete(question: protocol.Open, offer: Offer) -> bool:
     return whole or question.final
 
 
-def _not_offered(question: protocol.Open) -> AtlasError:
+def _not_offered(question: protocol.Open | protocol.Keep) -> AtlasError:
     problem = "The request is not offered to this node"
     hint = "Call offer() at the source first, with a larger timeout= if the offer expired"
     return AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(question.request), hint=hint)

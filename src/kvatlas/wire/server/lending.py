@@ -1,7 +1,8 @@
 """Lend staging buffers to peers in fair shares, and reclaim them from peers without progress.
 
-A lease borrows all its buffers at once. Of several waiting peers, the peer with the fewest buffers
-is served first; among equals, the peer that asked first. A single peer may use all buffers.
+A lease borrows all its buffers at once. If several peers wait, the peer with the fewest buffers is
+served first. Among peers with equally few, the peer that asked first is served first. A single peer
+may use all buffers.
 
 While a peer waits, buffers are reclaimed from a lease that is *overdue*: its peer has been silent,
 has not used the buffers, or moves no bytes (`_is_overdue`). If no lease is overdue and the waiting
@@ -14,13 +15,14 @@ read. Three rules ensure that it never mistakes another lease's bytes for its ow
 1. The node reclaims under the lease's guard. So no copy for the lease is in progress, and
    none begins afterwards: `Gather` checks the loan under the guard.
 2. The node lends the buffers to another lease only after it has marked the lease as reclaimed.
-3. A transfer is ready only when the node has answered `Close` with success, which the reader sends
-   after its last read. The node refuses it for a lease that was reclaimed after a `Gather`.
+3. The reader sends `Close` after its last read, and its transfer is ready only when the node has
+   answered with success. The node refuses `Close` for a lease that was reclaimed after a `Gather`.
 
-If `Close` succeeds, the lease was not reclaimed before it (3), so no other lease had the buffers
-until then (2), and each piece that was read is the one that the node had gathered for this lease
-(1). The reader opens a new lease after a refusal and starts over. A lease that was reclaimed before
-its first `Gather` has no bytes from its buffers, and may still read the pools.
+If `Close` succeeds, the lease was not reclaimed before `Close` (3), so no other lease had the
+buffers until then (2), and each piece that was read is the one that the node had gathered for this
+lease (1). The reader opens a new lease after a refusal and starts over. A lease that was reclaimed
+before its first `Gather` has read no bytes from its buffers, so it may still read the pools and
+succeed.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ class Lending:
             return sum(self._held.values())
 
     def lend(self, lease: Lease, count: int, timeout: float) -> Loan | None:
-        """Lend buffers to a lease until the lease ends, and return them.
+        """Lend buffers to a lease until the lease ends. Return the loan.
 
         Wait up to `timeout` for free buffers. Return None if no buffer became free, or if another
         request of the lease is waiting.
@@ -185,7 +187,7 @@ class Lending:
 
 
 def _is_overdue(lease: Lease, now: float) -> bool:
-    """Whether a lease makes no use of its buffers, as far as its node can see."""
+    """Whether the peer of a lease is silent, has not used the buffers, or moves no bytes."""
     lent = now - lease.lent_at
     if now - lease.moved_at > _STUCK_SECONDS:
         return True

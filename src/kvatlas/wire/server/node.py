@@ -54,9 +54,9 @@ class Node(OfferingNode):
     must be in its certificate.
 
     The node keeps `buffers` staging buffers of `piece` bytes for staged transfers. The leases of a
-    peer end soon after its connections do. With `convert` ("fp8->bf16"), the node also serves peers
-    with a different format that request the same conversion; `scales` are the scales of this node's
-    tensors.
+    peer end soon after its connections have ended. With `convert` ("fp8->bf16"), the node also
+    serves peers that have a different format and request the same conversion; `scales` are the
+    scales of this node's tensors.
 
     `identity` names the weights and settings that the caches are computed with. A peer with a
     different identity gets an error, unless both nodes use `check_identity=False`.
@@ -120,8 +120,8 @@ class Node(OfferingNode):
 
         `pushers` names the nodes that may push. When one of them announces its part, this node
         connects to it and pulls the part. `ready` is set once every source rank's part has arrived.
-        If a second process pushes the same rank's part before it has arrived, the first push is
-        ended. The blocks are in use until the request is ready or forgotten.
+        If a second process pushes the same rank's part before that part has arrived, the first push
+        is ended. The blocks are in use until the request is ready or forgotten.
         """
         self.process.check()
         tables, start, stop = self.checked_tables(blocks, tokens, "destination")
@@ -134,7 +134,7 @@ class Node(OfferingNode):
         )  # fmt: skip
 
     def _sources_of(self, source: Plan) -> frozenset[int]:
-        """Return the ranks of a plan that this node reads from."""
+        """Return the ranks of plan `source` from which this node reads."""
         convert: dict[str, Any] = {}
         if self.conversion is not None and fingerprint(source) != fingerprint(self.plan):
             # The ranks do not depend on the scales, which only the source has.

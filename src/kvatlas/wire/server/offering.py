@@ -60,12 +60,13 @@ class OfferingNode(NodeState):
     ) -> None:
         """Let peers read a request's blocks, which must not change until they are released.
 
-        The offer expires after `timeout` seconds. `readers` names the nodes that may read; None
-        allows any. `released` is called once, with the request and a reason, when the offer ends:
-        for example, when all ranks that read from this rank have finished. Only then may the blocks
-        be reused. With `recompute`, sliding windows also include what the last `recompute` tokens
-        need, for peers that compute these tokens again. Block table entries that no offered token
-        needs may have any value.
+        The offer expires after `timeout` seconds without a sign of a reader: a reader that connects
+        or makes progress keeps the offer, for at most an hour. `readers` names the nodes that may
+        read; None allows any. `released` is called once, with the request and a reason, when the
+        offer ends: for example, when all ranks that read from this rank have finished. Only then
+        may the blocks be reused. With `recompute`, the offer also includes the sliding windows of
+        the last `recompute` tokens, for peers that compute these tokens again. Block table entries
+        that no offered token needs may have any value.
 
         A `layered` offer may be made before its content is written: the node calls `layer_written`
         for each layer, and a `streamed` pull reads each layer as it becomes available. `identity`
@@ -81,11 +82,14 @@ class OfferingNode(NodeState):
         whose = self.identity if identity is None else checked_identity(identity)
         with self.lock:
             check_new_request(request, self.offers)
-            until = time.monotonic() + lasting
+            now = time.monotonic()
             layers = WrittenLayers(self.plan.layers) if layered else None
             mark = None if layered else self.mark()
             claim = self.ledger.claim("offered", request, self.ledger.by_pool(held[0]))
-            offer = Offer(request, *held, until, released, names, mark, layers, claim, whose)
+            offer = Offer(
+                request, *held, now + lasting, released, names, mark, layers, claim, whose,
+                seconds=lasting, ends=now + _LONGEST_OFFER,
+            )  # fmt: skip
             self.offers[request] = offer
             self._post(offer)
 
@@ -127,11 +131,13 @@ class OfferingNode(NodeState):
     def release(self, request: str, why: str, only: Offer | None = None) -> None:
         """End an offer and its leases, and notify its owner.
 
-        If `only` is given, nothing ends unless `only` is still the offer of this name.
+        If `only` is given, the offer ends only if `only` is still the offer with this name.
         """
         with self.lock:
             if only is not None and self.offers.get(request) is not only:
                 return  # it has ended; a newer offer has its name
+            if why == "expired" and only is not None and only.expires > time.monotonic():
+                return  # a reader has kept it meanwhile
             offer = self.offers.pop(request, None)
             if self.transport.board is not None:
                 self.transport.board.take_down(request)

@@ -121,7 +121,7 @@ class Sessions:
             session.ends = float("inf")
 
     def _left_behind(self, peer: Peer) -> set[bytes]:
-        """Return the keys of unconnected sessions of an earlier process of this peer."""
+        """Return the keys of unconnected sessions that an earlier process of this peer began."""
         return {
             key
             for key, one in self._open.items()

@@ -44,7 +44,7 @@ Authorise = Callable[[AskedRead], AbstractContextManager[None]]
 
 
 class Guarantees(NamedTuple):
-    """What a transport guarantees against attackers that can reach it, if the node has a secret.
+    """The protection that a transport gives against attackers, if the node has a secret.
 
     >>> Guarantees(authentication=True).missing
     ['confidentiality', 'integrity', 'authorisation']

@@ -1,9 +1,9 @@
-"""The interface of transports: register memory, publish, connect, read, write, wait, release.
+"""The interface of transports: register memory, publish, connect, read, wait, release.
 
 A transport moves byte ranges between pools of two processes. It does not use plans, requests or
-leases. Ranges are offsets into pools that both ends have agreed on in the handshake. They are
-checked against the pool sizes before anything is posted, so a transport never accesses an address
-outside these pools.
+leases. A range is given by an offset into a pool. Both ends have agreed on the pools and their
+sizes in the handshake. Ranges are checked against these sizes before anything is posted, so a
+transport never accesses an address outside these pools.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from kvatlas.copying.device_marks import DeviceMarks
 from kvatlas.copying.memory import HOST, STAGING, Memory
 from kvatlas.copying.pool_bounds import check_bounds
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy, RequestShape
 from kvatlas.routing.run_grids import BlockIds
 from kvatlas.wire.fork_safety import OwningProcess
@@ -98,7 +97,7 @@ class PreparedRead(ABC):
         """
 
 
-class Link(ABC):
+class Link:
     """A connection to one peer's memory."""
 
     prompt: ClassVar[bool] = False
@@ -116,7 +115,7 @@ class Link(ABC):
         self.owner, self.own_memory, self.peer_memory = owner, owner.memory, dict(peer_memory)
         self.open = True
 
-    def sign_in(self, access: Access, deadline: float) -> None:  # noqa: B027
+    def sign_in(self, access: Access, deadline: float) -> None:
         """Connect to the peer and authenticate, if the transport needs that before it reads.
 
         Raise an error if the peer has not replied by `deadline` (monotonic clock).
@@ -146,7 +145,7 @@ class Link(ABC):
 
     def _read(self, copies: Sequence[Copy], after: int | None, lease: bytes) -> Handle:
         del after, lease
-        return self._post([copy.expanded() for copy in copies], write=False)
+        return self._post([copy.expanded() for copy in copies])
 
     def converts(self, copies: Sequence[Copy]) -> bool:
         """Whether `read` supports all element casts of these copies."""
@@ -169,40 +168,15 @@ class Link(ABC):
         if mark is not None and self.owner.marks is not None:
             self.owner.marks.wait(mark)
 
-    def write(self, copies: Sequence[Copy]) -> Handle:
-        """Write bytes of this process into the peer's memory. The peer is the destination."""
-        self.check()
-        copies = [copy for copy in copies if len(copy)]
-        check_bounds(copies, self.own_memory, self.peer_memory)
-        for copy in copies:
-            self.owner.check_takes(self.own_memory[copy.source_pool])
-        return self._post([copy.expanded() for copy in copies], write=True) if copies else Done()
-
-    def _addresses(self, copies: Sequence[Copy], *, write: bool) -> tuple[Int64s, Int64s, Int64s]:
-        """Return arrays over all runs: (addresses at this end, addresses at the peer, lengths).
-
-        If `write` is true, this end is the source, otherwise the peer.
-        """
-        source, destination = (
-            (self.own_memory, self.peer_memory) if write else (self.peer_memory, self.own_memory)
-        )
-        read_at = np.concatenate(
-            [copy.source + source[copy.source_pool].address for copy in copies]
-        )
-        write_at = np.concatenate(
-            [copy.destination + destination[copy.destination_pool].address for copy in copies]
-        )
-        length = np.concatenate([copy.length for copy in copies])
-        return (read_at, write_at, length) if write else (write_at, read_at, length)
-
     def check(self) -> None:
         """Raise an error if the link or its transport is closed, or the peer is lost."""
         self.owner.process.check()
         if not self.open or not self.owner.open:
             raise errors.closed("link")
 
-    @abstractmethod
-    def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle: ...
+    def _post(self, copies: Sequence[Copy]) -> Handle:
+        """Start to read the runs of `copies`. A subclass overrides this method or `_read`."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Disconnect from the peer. A second call has no effect."""
@@ -223,7 +197,7 @@ class Link(ABC):
         """Whether this link can access the peer's region with this pool index."""
         return pool in self.peer_memory
 
-    def _close(self) -> None:  # noqa: B027
+    def _close(self) -> None:
         """Close the connection in the transport's library, if there is one."""
 
 
@@ -348,7 +322,7 @@ class Transport(ABC):
 
     @abstractmethod
     def publish(self) -> bytes:
-        """Return the metadata for a peer, which passes it to `connect` along with the regions."""
+        """Return the metadata that a peer passes to `connect` along with the regions."""
 
     def connect(
         self,
@@ -360,8 +334,8 @@ class Transport(ABC):
     ) -> Link:
         """Connect to the peer that published `metadata` and registered these regions.
 
-        Raise an error if the peer has not replied by `deadline` (monotonic clock). Transports may
-        have a shorter limit.
+        Raise an error if the peer has not replied by `deadline` (monotonic clock). A transport may
+        have a shorter time limit.
         """
         self.check()
         with errors.coded_limits():

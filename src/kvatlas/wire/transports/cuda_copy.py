@@ -224,7 +224,7 @@ class CudaPreparedRead(PreparedRead):
 
     @property
     def stale(self) -> bool:
-        """Whether the peer's memory is no longer mapped at the same addresses."""
+        """Whether the peer's memory is no longer mapped at the addresses of the prepared read."""
         return any(one.stale for one in self.mapped)
 
     def begin(self, source: Tables, destination: Tables, after_event: int | None) -> Handle | None:

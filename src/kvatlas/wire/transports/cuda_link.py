@@ -82,7 +82,7 @@ class _PeerMarks:
             return self._events[number]
 
     def warm_up(self) -> None:
-        """Open and query all events now, because the first time is slow."""
+        """Open and query all events now, because the first use of an event is slow."""
         if len(self._events) < EVENTS:
             for number in range(EVENTS):
                 self._end.driver.finished(self._end.device, self.open(number))
@@ -130,14 +130,23 @@ class CudaLink(Link):
     def _read(self, copies: Sequence[Copy], after: int | None, lease: bytes) -> Handle:
         """Read runs with a kernel, which is launched once the peer's GPU event `after` completes.
 
-        The host polls the event. A stream that waits for it would wait forever if the peer dies
-        first, and with it every thread that synchronizes the GPU.
+        The host polls the event. If a stream waited for the event and the peer died first, the
+        stream would wait forever, and so would every thread that synchronizes the GPU.
         """
         del lease
-        return self._copy(copies, partial(self._marks.passed, after), write=False)
+        runs = [_runs_of(copy) for copy in copies]
+        pools = [(copy.source_pool, copy.destination_pool) for copy in copies]
+        launch, may_begin = partial(self._launch, runs, pools), partial(self._marks.passed, after)
+
+        def nbytes() -> int:
+            return sum(one.nbytes for one in runs)
+
+        copy = CudaCopy(launch, may_begin, self.check, self._end.pace, nbytes)
+        copy.begin()
+        return copy
 
     def converts(self, copies: Sequence[Copy]) -> bool:
-        """Whether the GPU supports the element types, and the pools are aligned to them."""
+        """Whether the GPU supports the element types, and the pools are aligned to the elements."""
         return all(
             self._can_cast(copy.cast, copy.source_pool, copy.destination_pool) for copy in copies
         )
@@ -197,41 +206,20 @@ class CudaLink(Link):
         about = (end.opened, mapped, self._marks.passed, end.pace, self.check)
         return CudaPreparedRead(runs, *about, sum(one.nbytes for one in shape.patterns))
 
-    def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
-        return self._copy(copies, lambda: True, write=write)
-
-    def _copy(
-        self, copies: Sequence[Copy], may_begin: Callable[[], bool], *, write: bool
-    ) -> Handle:
-        runs = [_runs_of(copy) for copy in copies]
-        pools = [(copy.source_pool, copy.destination_pool) for copy in copies]
-        launch = partial(self._launch, runs, pools, write=write)
-
-        def nbytes() -> int:
-            return sum(one.nbytes for one in runs)
-
-        copy = CudaCopy(launch, may_begin, self.check, self._end.pace, nbytes)
-        copy.begin()
-        return copy
-
     def _launch(
-        self, runs: Sequence[AddressRuns], pools: Sequence[tuple[int, int]], *, write: bool
+        self, runs: Sequence[AddressRuns], pools: Sequence[tuple[int, int]]
     ) -> tuple[Posted, Callable[[], None]]:
         """Launch runs between pools. Return (posted work, function to call after its end).
 
         `pools` are (source pool, target pool) of each item of `runs`, whose offsets are relative
-        to these pools. If `write` is true, the peer is the target, otherwise the source.
+        to these pools. The peer is the source.
         """
         mapped: list[MappedAllocation] = []
         unused = partial(self._end.opened.release, mapped)
         try:
-            far = self._map(
-                {destination if write else source for source, destination in pools}, mapped
-            )
-            near = {pool: at.address for pool, at in self.own_memory.items()}
-            read_at, write_at = (near, far) if write else (far, near)
+            far = self._map({source for source, _ in pools}, mapped)
             placed = [
-                one.between(read_at[source], write_at[destination])
+                one.between(far[source], self.own_memory[destination].address)
                 for one, (source, destination) in zip(runs, pools, strict=True)
             ]
             return self._queue.post(placed), unused

@@ -100,7 +100,8 @@ class Handle(ABC):
     def _settle(self) -> bool:
         """Return True only if an unfinished operation can certainly no longer access memory.
 
-        Transports override this. `settle` calls it if the operation was not polled as done.
+        Transports override this. `settle` calls this method unless a poll has found the operation
+        done.
         """
         return False
 

@@ -91,13 +91,11 @@ class _MemoryLink(Link):
         if self._token not in _open:
             raise errors.peer_lost("a closed transport")
 
-    def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
-        source, destination = (
-            (self.own_memory, self.peer_memory) if write else (self.peer_memory, self.own_memory)
-        )
+    def _post(self, copies: Sequence[Copy]) -> Handle:
         # Look up the regions now, because the bounds were checked against these regions.
+        far, near = self.peer_memory, self.own_memory
         ends = [
-            (as_bytes(source[c.source_pool]), as_bytes(destination[c.destination_pool]), c)
-            for c in copies
+            (as_bytes(far[copy.source_pool]), as_bytes(near[copy.destination_pool]), copy)
+            for copy in copies
         ]
         return Stepwise(copy_steps(ends, self.check))

@@ -28,7 +28,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar
@@ -217,8 +217,12 @@ class MooncakeLink(Link):
         if not answers(self.peer, deadline):
             raise errors.peer_lost(f"no listening engine at {self.peer.session}")
 
-    def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
-        handle = MooncakeHandle(*self._addresses(copies, write=write), write=write)
+    def _post(self, copies: Sequence[Copy]) -> Handle:
+        mine, theirs = self.own_memory, self.peer_memory
+        near = [copy.destination + mine[copy.destination_pool].address for copy in copies]
+        far = [copy.source + theirs[copy.source_pool].address for copy in copies]
+        runs = near, far, [copy.length for copy in copies]
+        handle = MooncakeHandle(*map(np.concatenate, runs))
         if not self._working:
             self._working = True
             threading.Thread(target=self._work, daemon=True).start()
@@ -253,12 +257,11 @@ class MooncakeLink(Link):
 
     def _carry_out(self, engine: Any, job: MooncakeHandle) -> AtlasError | None:
         """Make all calls of an operation. Return the error if one fails, otherwise None."""
-        act = engine.batch_transfer_sync_write if job.write else engine.batch_transfer_sync_read
         for part in in_calls(*job.runs):
             if not self.open or not job.begin():
                 return errors.cancelled()
             job.quiet = False
-            if failure := self._called(act, part):
+            if failure := self._called(engine, part):
                 return failure
             job.quiet = True
         return None
@@ -273,11 +276,11 @@ class MooncakeLink(Link):
         if region is None:
             return None
         call = [[self._first.ctypes.data], [region.address], [1]]
-        return self._called(engine.batch_transfer_sync_read, call)
+        return self._called(engine, call)
 
-    def _called(self, act: Callable[..., int], part: list[list[int]]) -> AtlasError | None:
-        """Call `act` for one part of `in_calls`. Return the error if it fails, otherwise None."""
-        answer = act(self.peer.session, *part)
+    def _called(self, engine: Any, part: list[list[int]]) -> AtlasError | None:
+        """Read one part of `in_calls`. Return the error if the call fails, otherwise None."""
+        answer = engine.batch_transfer_sync_read(self.peer.session, *part)
         if answer == 0:
             return None
         if not answers(self.peer):
@@ -315,9 +318,9 @@ def in_calls(near: Int64s, far: Int64s, length: Int64s) -> Iterator[list[list[in
 class MooncakeHandle(Handle):
     """An operation that a link's thread carries out."""
 
-    def __init__(self, *runs: Int64s, write: bool) -> None:
-        self.runs, self.write = runs, write
-        """The runs as (addresses here, addresses at the peer, lengths), and whether to write."""
+    def __init__(self, *runs: Int64s) -> None:
+        self.runs = runs
+        """The runs as (addresses here, addresses at the peer, lengths)."""
         self._lock = threading.Lock()
         self._given_up = False
         self.begun = False

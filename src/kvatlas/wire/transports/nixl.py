@@ -38,10 +38,10 @@ class NixlTransport(Transport):
     """Moves bytes with NIXL agents.
 
     `kind` specifies where this end's memory is: "DRAM" on the host, or "VRAM" on GPUs. The two ends
-    may differ. `device` is the single network device that UCX uses and listens on, by its UCX name
-    ("eth0", "mlx5_0:1"). The default is the environment variable UCX_NET_DEVICES, or else the
-    loopback device. A device without RDMA raises an error unless `over_tcp` is set: over TCP, UCX
-    may abort this process when a peer is killed or cancels a read.
+    may have different kinds. `device` is the single network device that UCX uses and listens on, by
+    its UCX name ("eth0", "mlx5_0:1"). The default is the environment variable UCX_NET_DEVICES, or
+    else the loopback device. A device without RDMA raises an error unless `over_tcp` is set: over
+    TCP, UCX may abort this process when a peer is killed or cancels a read.
     """
 
     name: ClassVar[str] = "nixl"

@@ -84,7 +84,7 @@ class Agents:
     def _serving(self, name: str) -> Any:
         """Return the native object of an agent whose thread sleeps until a peer needs it.
 
-        NIXL's Python interface cannot set the sleep, and its thread would occupy a whole core.
+        An agent of NIXL's Python interface has a thread that polls and occupies a whole core.
         """
         below = self._library.nixlBind
         config = below.nixlAgentConfig()

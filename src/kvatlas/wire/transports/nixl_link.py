@@ -8,8 +8,8 @@ left. The link gives up its agent as soon as that is safe:
   reports the end of each operation when it is polled.
 - A severed link gives up its agent with operations in flight. With RDMA the network card writes to
   memory by itself, so the agent is destroyed. Without RDMA the agent is retired: it has no thread,
-  so nothing arrives once it is no longer called. A retired agent is never destroyed, because UCX
-  then sometimes aborts both this process and the peer that was replying.
+  so nothing arrives once it is no longer called. A retired agent is never destroyed, because
+  destroying it sometimes makes UCX abort both this process and the peer that was replying.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class NixlLink(Link):
         self.board = None if published.board is None else open_board(published.board)
 
     def sign_in(self, access: Access, deadline: float) -> None:
-        """Pass the peer's metadata to the agent, and wait until both have set up connections."""
+        """Pass the peer's metadata to the agent, and wait until both agents are connected."""
         del access, deadline
         with translated():
             self._register_memory()
@@ -98,12 +98,12 @@ class NixlLink(Link):
             unreachable = type(problem).__name__ in (PEER_LOST, "nixlBackendError")
             raise (errors.peer_lost if unreachable else errors.bad_metadata)(got) from problem
 
-    def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
+    def _post(self, copies: Sequence[Copy]) -> Handle:
         with self.lock:
             self.check()
             self._look_at_all()  # release the requests of abandoned operations that have ended
             with translated():
-                handle = self._prepare(copies, write=write)
+                handle = self._prepare(copies)
             self.posted.add(handle)
             # No local variable may refer to NIXL's objects: a traceback would keep the agent alive.
             try:
@@ -114,17 +114,16 @@ class NixlLink(Link):
                 raise
         return handle
 
-    def _prepare(self, copies: Sequence[Copy], *, write: bool) -> NixlHandle:
-        near, mine = describe(copies, self.own_memory, source=write)
-        far, theirs = describe(copies, self.peer_memory, source=not write)
+    def _prepare(self, copies: Sequence[Copy]) -> NixlHandle:
+        near, mine = describe(copies, self.own_memory, source=False)
+        far, theirs = describe(copies, self.peer_memory, source=True)
         with ExitStack() as prepared:
             self._register_memory()
             local = self.agent.prep_xfer_dlist(_INITIATOR, near, self._agents.kind)
             prepared.callback(local.release)
             remote = self.agent.prep_xfer_dlist(self.peer, far, self._kind)
             prepared.callback(remote.release)
-            operation = "WRITE" if write else "READ"
-            request = self.agent.make_prepped_xfer(operation, local, mine, remote, theirs, b"")
+            request = self.agent.make_prepped_xfer("READ", local, mine, remote, theirs, b"")
         return NixlHandle(self, request)
 
     def _register_memory(self) -> None:

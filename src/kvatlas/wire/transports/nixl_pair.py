@@ -40,19 +40,19 @@ class PairedNixlLink(NixlLink):
         self._pairing = threading.Lock()
         """Held while `_helper` or `_second` changes. No other lock is taken under it."""
 
-    def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
-        if write or self.owner.copy_threads < 2:
-            return super()._post(copies, write=write)
+    def _post(self, copies: Sequence[Copy]) -> Handle:
+        if self.owner.copy_threads < 2:
+            return super()._post(copies)
         nbytes = sum(copy.nbytes for copy in copies)
         second = self._found_second() if nbytes >= _WORTH else None
         if second is None:
-            return super()._post(copies, write=False)
+            return super()._post(copies)
         if nbytes >= _DIVIDED:
             return self._divided(copies, second)
         if not self.lock.acquire(blocking=False):  # another thread reads with this agent
-            return second._post(copies, write=False)
+            return second._post(copies)
         try:
-            return super()._post(copies, write=False)
+            return super()._post(copies)
         finally:
             self.lock.release()
 
@@ -62,13 +62,13 @@ class PairedNixlLink(NixlLink):
         far = [half for copy in copies if len(half := _rows(copy, slice(len(copy) // 2, None)))]
         helper = self._helper
         if not near or helper is None:
-            return super()._post(copies, write=False)
+            return super()._post(copies)
         try:
-            other = helper.submit(second._post, far, write=False)
+            other = helper.submit(second._post, far)
         except RuntimeError:  # the link is being closed
-            return super()._post(copies, write=False)
+            return super()._post(copies)
         try:
-            return _BothHandles(super()._post(near, write=False), other)
+            return _BothHandles(super()._post(near), other)
         except AtlasError as problem:  # this half was not posted, but the other one may be
             return _BothHandles(Done(), other, problem)
         except BaseException:  # an interrupt: the caller gets no handle to wait for
@@ -111,7 +111,7 @@ class PairedNixlLink(NixlLink):
             self._second.sever()
 
     def _end(self) -> None:
-        """Give up this agent, and close the second link, whose operations finish first."""
+        """Give up this agent, and close the second link, which first finishes its operations."""
         super()._end()
         with self._pairing:
             helper, second = self._helper, self._second

@@ -47,7 +47,7 @@ def send(one: socket.socket, data: bytes) -> Steps[None]:
 
 
 def receive(one: socket.socket, nbytes: int) -> Steps[bytes]:
-    """Receive exactly `nbytes` bytes. Raise EOFError if the connection ends before."""
+    """Receive exactly `nbytes` bytes. Raise EOFError if the connection ends before that."""
     arrived = b""
     while len(arrived) < nbytes:
         some = yield from until_ready(partial(one.recv, nbytes - len(arrived)))
@@ -60,8 +60,8 @@ def receive(one: socket.socket, nbytes: int) -> Steps[bytes]:
 def send_buffers(one: socket.socket, buffers: Sequence[bytes | memoryview]) -> None:
     """Send all bytes of several buffers in order, over a blocking socket.
 
-    Without TLS, one system call sends many buffers, so a short first buffer is not a packet of its
-    own.
+    Without TLS, one system call sends many buffers, so a short first buffer needs no separate
+    packet.
     """
     if isinstance(one, ssl.SSLSocket):
         for buffer in buffers:

@@ -11,9 +11,9 @@ generation before and after everything else. Each posting contains a digest of i
 generation, so the order in which another processor sees the writes does not matter.
 
 A process is identified by its pid and start time within one pid namespace. A board also has a
-random token, because different hosts use the same pids. Once a process exits, the kernel reports
-its size as 0 (`statm`) before it frees any of its memory and closes its devices. If the kernel does
-not report this, readers ask by message.
+random token, because different hosts use the same pids. When a process exits, the kernel first
+reports 0 as the size of the process (`statm`). Only then does the kernel free the memory of the
+process and close its devices. If the kernel does not report this, readers ask by message.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _decoder = msgspec.msgpack.Decoder(PostedOffer)
 
 
 class OfferBoard:
-    """The board of one source. Any thread may use it.
+    """The board on which one source posts its offers. Any thread may use it.
 
     >>> board = OfferBoard()
     >>> board.post(PostedOffer("request 17", {0: b""}, 0, 64, None))
@@ -222,7 +222,7 @@ class PeerBoard:
 
     @property
     def alive(self) -> bool:
-        """Whether the peer's process has not begun to exit and has the board open."""
+        """Whether the peer's process has the board open and has not begun to exit."""
         return self._process is None or self._process.alive
 
     def generation(self, slot: int) -> int:
@@ -243,7 +243,7 @@ class PeerBoard:
         return next(self._glimpses(request), None)
 
     def _glimpses(self, request: str) -> Iterator[SeenOffer]:
-        """Yield the offers in all slots with the digest of the request's name: usually one."""
+        """Yield the offer of each slot that contains the digest of the request's name."""
         name = _NAME.pack(_digest(request.encode()))
         at = self._memory.find(name, 0, _SLOTS * _ROW.size)
         while at >= 0:
@@ -301,7 +301,10 @@ def open_board(place: BoardPlace) -> PeerBoard | None:
 
 
 def _take_all_down(rows: NDArray[np.int64], process: int) -> None:
-    """Take all offers down: make every generation even. No effect unless this is `process`."""
+    """Take all offers down by making every generation even.
+
+    Forked children must not change the board: no effect unless `process` is this process's pid.
+    """
     if os.getpid() == process:
         rows[:, 0] += rows[:, 0] % 2
 

@@ -17,7 +17,10 @@ _MOST = 256
 
 @dataclass(frozen=True, slots=True)
 class ForeignAllocation:
-    """An allocation of a peer. `peer` is the peer's token: two peers may have equal handles."""
+    """An allocation of a peer, identified by its handle and by `peer`, the peer's token.
+
+    The token is needed because two peers may have equal handles.
+    """
 
     peer: str
     handle: bytes
@@ -77,7 +80,10 @@ class OpenedMemory:
             return True
 
     def release(self, mappings: Sequence[MappedAllocation]) -> None:
-        """End one use of each mapping. No posted copy may still be reading them."""
+        """End one use of each mapping.
+
+        The caller must ensure that no posted copy still reads from the mapped memory.
+        """
         with self._lock:
             for mapping in mappings:
                 mapping.users -= 1

@@ -2,8 +2,8 @@
 
 A segment is a sealed memfd: an anonymous file whose pages are all allocated at its creation and
 whose size can never change, whichever process has its descriptor. So no peer can make an access to
-it fail, and a killed owner leaves nothing to clean up. Peers receive the descriptors through a
-socket (`shm_sockets`).
+the segment fail, and nothing needs to be cleaned up if the owner is killed. Peers receive the
+descriptors through a socket (`shm_sockets`).
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def _mapping(descriptor: int) -> Iterator[None]:
 class Segment(mmap.mmap):
     """Shared memory as a writable buffer, for `kvatlas.cache.bind` and for registration.
 
-    Made by `create_segment`. Its memory is freed once it is closed or garbage collected, and no
-    transport or peer uses it anymore.
+    Made by `create_segment`. Its memory is freed once two conditions are met: the segment is closed
+    or garbage collected, and no transport or peer uses it any longer.
     """
 
     address: int

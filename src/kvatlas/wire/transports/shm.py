@@ -94,7 +94,7 @@ class ShmTransport(Transport):
                 self._regions[pool] = _Region(self._numbers[segment], start, region.nbytes)
 
     def shares(self, pool: int) -> bool:
-        """Whether peers may access a region, and it is in shared memory."""
+        """Whether a region is in shared memory, and peers may access it."""
         return super().shares(pool) and pool in self._regions
 
     def allocate(self, nbytes: int) -> Bytes:
@@ -204,25 +204,18 @@ class _ShmLink(Link):
             pool in self.peer_memory and not self.peer_memory[pool].nbytes
         )
 
-    def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
+    def _post(self, copies: Sequence[Copy]) -> Handle:
         ends = []
         for copy in copies:
-            pool, own = (
-                (copy.destination_pool, copy.source_pool)
-                if write
-                else (copy.source_pool, copy.destination_pool)
-            )
+            pool = copy.source_pool
             if pool not in self.mapped:
                 raise errors.failed(
                     f"pool {pool}",
                     hint="Allocate the peer's pools with its transport, or with pools_for",
                     problem="The peer's pool is not in shared memory",
                 )
-            near, far = as_bytes(self.own_memory[own]), self.mapped[pool]
-            if write and not far.flags.writeable:
-                hint = "Have the peer read the bytes instead of writing to it"
-                raise errors.failed(f"pool {pool}", hint, "The peer's memory is read-only")
-            ends.append((near, far, copy) if write else (far, near, copy))
+            near = as_bytes(self.own_memory[copy.destination_pool])
+            ends.append((self.mapped[pool], near, copy))
         return Stepwise(copy_steps(ends, self.check))
 
     def _close(self) -> None:

@@ -204,7 +204,11 @@ def _send_descriptors(one: socket.socket, descriptors: Sequence[int]) -> None:
 
 
 def _limit(one: socket.socket, deadline: float) -> None:
-    """Set the socket's timeouts in the kernel, so that `connect` waits while the queue is full."""
+    """Set the socket's timeouts in the kernel instead of with `settimeout`.
+
+    The socket thus stays blocking, so that `connect` waits while the server's queue of connections
+    is full.
+    """
     left = max(deadline - time.monotonic(), 1e-3)
     seconds = struct.pack("@ll", int(left), int(left % 1 * 1e6))
     for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):

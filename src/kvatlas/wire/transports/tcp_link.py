@@ -91,11 +91,6 @@ class TcpLink(Link):
                 raise
             raise errors.peer_lost(f"{self.peer.address}: {refusal.got}") from None
 
-    def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
-        del copies, write  # reads have a lease: see `_read`
-        hint = "Let the destination read the bytes instead"
-        raise errors.failed("a write", hint, "The transport 'tcp' supports only reads")
-
     def _read(self, copies: Sequence[Copy], after: int | None, lease: bytes) -> Handle:
         del after
         # The regions are looked up now: the bounds were checked against these.
@@ -173,7 +168,7 @@ def _contiguous(start: Int64s, length: Int64s) -> tuple[Int64s, Int64s]:
 
 
 class _Read(Stepwise):
-    """A read over TCP: it sends each request before the previous reply has arrived."""
+    """A read over TCP, which sends requests without waiting for the previous reply."""
 
     def __init__(self, link: TcpLink, questions: Sequence[_Question]) -> None:
         super().__init__(self._run(link, questions))

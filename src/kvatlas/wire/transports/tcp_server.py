@@ -84,7 +84,7 @@ def proof(token: bytes, challenge: bytes, session: bytes = bytes(SESSION_BYTES))
 
 
 def gathers(length: Int64s) -> bool:
-    """Whether runs of these lengths are gathered into one buffer, at both ends."""
+    """Whether both ends gather runs of these lengths into one buffer."""
     total = int(length.sum())
     return total <= GATHERED and total < SHORT * len(length)
 
@@ -232,7 +232,7 @@ def _gathered(region: Bytes, starts: Int64s, length: Int64s) -> Bytes:
 
 
 def _exactly(one: socket.socket, nbytes: int) -> bytearray:
-    """Receive exactly `nbytes` bytes. Raise EOFError if the connection ends before."""
+    """Receive exactly `nbytes` bytes. Raise EOFError if the connection ends before that."""
     arrived = bytearray(nbytes)
     view = memoryview(arrived)
     while view:

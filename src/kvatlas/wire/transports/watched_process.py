@@ -43,7 +43,7 @@ def _calls() -> Any:
 
 
 class WatchedProcess:
-    """A process that is watched for its exit. A later process may have the same pid.
+    """A process that is watched for its exit. A later process with the same pid is another one.
 
     >>> WatchedProcess(os.getpid()).alive
     True
