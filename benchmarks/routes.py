@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks import vllm_peer
 from benchmarks.timing import median_ms, show
 from kvatlas.errors import AtlasError
-from kvatlas.models import Layer, Model
+from kvatlas.models import Layer, Model, catalogue
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import Route, route
 from kvatlas.specs import FullAttention
@@ -154,17 +154,17 @@ def compiling() -> None:
 def counting() -> None:
     """Runs between two equal plans whose blocks follow each other: only holes split them."""
     rows = []
-    for name in ("Qwen3-8B", "Gemma-2-2b", "DeepSeek-V3.2", "DeepSeek-V4-Flash", "DeepSeek-V4-Pro"):
+    for name in sorted(catalogue()):
         for order in ("BLNHC", "LBNHC"):
             try:
-                made = plan(name, memory="100GiB", layout=order)
+                made = plan(name, memory="1TiB", layout=order, max_len=2 * COUNTED)
             except AtlasError:  # DeepSeek-V4's backends support only block-outermost orders
                 continue
             counts = [_equal_plans(made, padding=padding) for padding in (False, True)]
             (apart, _), (together, nbytes) = counts
             rows.append([f"{name}, {order}", f"{apart:,}", f"{together:,}", f"{nbytes / 1e6:.1f}"])
     show(
-        f"Runs of {COUNTED:,} tokens between two equal plans, neighbouring blocks",
+        f"Runs of {COUNTED:,} tokens between two equal plans, neighbouring blocks, tp 1",
         ["model, order", "padding skipped", "padding copied", "MB"],
         rows,
     )

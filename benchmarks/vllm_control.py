@@ -12,7 +12,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from kvatlas.engines.vllm.connector import KVAtlasConnector, KVAtlasStep
+from kvatlas.engines.vllm.connector import KVAtlasConnector
+from kvatlas.engines.vllm.connector_messages import KVAtlasStep
 
 SECONDS = "seconds_to_be_read"
 """What `kv_transfer_params` say of a request that is not read."""

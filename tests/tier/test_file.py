@@ -371,7 +371,7 @@ def test_plans_that_cannot_be(sample: Sample) -> None:
         (msgspec.json.encode(many), Code.BAD_PLAN),
         (small(TINY, tp=2).to_json(), Code.CHECKSUM),
         (small(TINY, memory=1 << 60).to_json(), Code.BAD_PLAN),
-        (b'{"version":2,' + tiny_plan().to_json()[1:], Code.UNLIKE_VERSIONS),
+        (b'{"version":3,' + tiny_plan().to_json()[1:], Code.UNLIKE_VERSIONS),
     ]
     for text, code in texts:
         sample.path.write_bytes(forged_plan(sample, text))

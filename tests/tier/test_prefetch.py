@@ -19,9 +19,9 @@ from kvatlas.tier import (
     KeyFolder,
     PrefixFinder,
     StoreTier,
-    copy_prefix,
 )
 from kvatlas.tier.namespaces import parse_name
+from kvatlas.tier.store_inspection import copy_prefix
 from tests.cli.helpers import kvatlas, said
 from tests.tier.lying_store import LyingStore
 from tests.tier.test_store_topologies import OURS, tier_in

@@ -15,18 +15,16 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code
-from kvatlas.tier import (
-    FolderStore,
-    HostStore,
-    MooncakeStore,
+from kvatlas.tier import FolderStore, HostStore, MooncakeStore
+from kvatlas.tier.namespaces import LEVELS, row_digest
+from kvatlas.tier.object_header import ObjectPlace, checksum, header
+from kvatlas.tier.store_inspection import (
     collect_garbage,
     export_objects,
     import_objects,
     summaries,
     verify,
 )
-from kvatlas.tier.namespaces import LEVELS, row_digest
-from kvatlas.tier.object_header import ObjectPlace, checksum, header
 from kvatlas.tier.stores import Parts
 from tests.cli.helpers import kvatlas, said
 from tests.tier.test_store_topologies import tier_in

@@ -32,7 +32,7 @@ class _AsArrays(NamedTuple):
     def distinct(self, blocks: Sequence[int]) -> Int64s | None:
         """Return block ids as an array, or None if the caller must loop over them in Python.
 
-        It must if there are few ids, or if an id is repeated or negative.
+        The result is None if there are only a few ids, or if an id is repeated or negative.
         """
         if len(blocks) < _MANY:
             return None

@@ -147,9 +147,10 @@ class BlockPool:
 
     @one_call_at_a_time
     def stops(self, request: Hashable, tokens: int) -> list[int]:
-        """Return the numbers of tokens at which to call `computed`, so that it keeps states.
+        """Return the numbers of tokens after which the engine must call `computed`.
 
-        They are the checkpoints of recurrent layers up to `tokens`.
+        These are the checkpoints of recurrent layers up to `tokens`. A state is kept only if
+        `computed` is called exactly when the state exists.
         """
         asked = self._get(request)
         recurrent = any(group.kind == "recurrent" for group in self.plan.groups)
@@ -192,7 +193,7 @@ class BlockPool:
         asked = self._get(request)
         tokens = integer(tokens, "the tokens")
         if tokens < asked.computed:
-            problem = f"`tokens` must include the {asked.computed} tokens that are computed"
+            problem = f"`tokens` must be at least {asked.computed}, the number of computed tokens"
             got, hint = f"{tokens} tokens", "Pass the total number of tokens, not only new ones"
             raise AtlasError(Code.BAD_TOKENS, problem, got=got, hint=hint)
         self._leave_behind(asked)
@@ -239,7 +240,7 @@ class BlockPool:
     def loaded(self, request: Hashable, tokens: int) -> None:
         """Record that the cache of the first `tokens` tokens was loaded instead of computed.
 
-        Only tokens to which the next token attends in all layers are assumed to be loaded. Blocks
+        A token is assumed to be loaded only if the next token attends to it in all layers. Blocks
         with earlier tokens are not published to other requests.
         """
         asked = self._get(request)
@@ -264,7 +265,7 @@ class BlockPool:
 
     @one_call_at_a_time
     def free(self, request: Hashable) -> None:
-        """End a request and release its blocks, the last first. Published blocks are kept."""
+        """End a request and release its blocks, the last block first. Keep published blocks."""
         self._end(request)
 
     def _end(self, request: Hashable) -> int:
@@ -312,7 +313,7 @@ class BlockPool:
         return found
 
     def _count_seen(self, chain: HashChain) -> int:
-        """Return how many leading tokens were seen before, and record all prefixes as seen."""
+        """Return how many leading tokens were part of an earlier request. Record all prefixes."""
         if not self.checkpoints.asks_for_seen:
             return 0
         digests = chain.ends(self._step, 0, len(chain) // self._step)
@@ -321,7 +322,7 @@ class BlockPool:
     def _leave_behind(self, asked: _Request) -> None:
         """Release the blocks that have left the windows of all layers of their group."""
         for index, (group, table) in enumerate(zip(self.plan.groups, asked.tables, strict=True)):
-            if group.kind == "recurrent" or group.kind == "cross_attention":
+            if group.kind in ("recurrent", "ring", "cross_attention"):
                 continue
             stop = min(first_needed(group, asked.computed) // group.block, len(table))
             gone = asked.gone[index]
@@ -333,7 +334,7 @@ class BlockPool:
     def _entries(self, index: int, asked: _Request, tokens: int) -> int:
         """Return how many blocks must be added to a group's block table to hold `tokens` tokens."""
         group = self.plan.groups[index]
-        if group.kind == "recurrent":
+        if group.kind in ("recurrent", "ring"):
             stop = 1
         else:
             of = group.source if group.kind == "cross_attention" else tokens
@@ -343,7 +344,7 @@ class BlockPool:
     def _copied(self, index: int, asked: _Request, tokens: int) -> list[int]:
         """Return the table entries to copy before a write, because they are shared or kept."""
         group, table = self.plan.groups[index], asked.tables[index]
-        if tokens == asked.computed or group.kind == "cross_attention":
+        if tokens == asked.computed or group.kind in ("cross_attention", "ring"):
             return []
         first = 0 if group.kind == "recurrent" else asked.computed // group.block
         stop = len(table) if group.kind == "recurrent" else ceil_div(tokens, group.block)
@@ -394,6 +395,8 @@ class BlockPool:
         kept_state = False
         for index, group in enumerate(self.plan.groups):
             table = asked.tables[index]
+            if group.kind == "ring":
+                continue
             if group.kind == "recurrent":
                 if tokens in ends:
                     kept_state |= self._keep(index, asked.chain, tokens // group.block - 1, table)
@@ -408,10 +411,10 @@ class BlockPool:
         return kept_state
 
     def _window_runs(self, index: int, ends: list[int]) -> Iterator[tuple[int, int]]:
-        """Yield the (start, stop) of the table entries that windows need after each of `ends`.
+        """Yield (start, stop) for the table entries that windows need after each of `ends`.
 
-        Entries that windows share are yielded once. Adjacent runs are joined, unless checkpoints
-        are limited to a share of the pool, which is applied to each checkpoint.
+        Entries that several windows need are yielded once. Adjacent ranges are joined, unless the
+        pool limits the share of checkpoints, because the limit is checked for each checkpoint.
         """
         group = self.plan.groups[index]
         joins = group.pool not in self._shares
@@ -437,7 +440,7 @@ class BlockPool:
         return [one * self._step for one in chosen if begun < one <= stop]
 
     def _keep(self, index: int, chain: HashChain, first: int, blocks: list[int]) -> bool:
-        """Publish a group's blocks from table entry `first` on. Return whether any was new."""
+        """Publish a group's blocks from table entry `first` on. Return whether any is new."""
         group, kept = self.plan.groups[index], False
         share = None if self._index.groups[index].keeps_all else self._shares.get(group.pool)
         if share is not None:

@@ -12,7 +12,7 @@ from kvatlas.specs import Visibility
 
 
 class CheckpointShare:
-    """The blocks that checkpoints keep in a pool: at most `most`, evicted in LRU order."""
+    """The checkpoint blocks of a pool: at most `most`. The LRU block is evicted first."""
 
     def __init__(self, ids: BlockIds, most: int) -> None:
         self._ids, self.most = ids, most
@@ -25,8 +25,8 @@ class CheckpointShare:
     def make_room(self, count: int, beside: Collection[int] = ()) -> bool:
         """Evict the least recently used checkpoint blocks until `count` more are allowed.
 
-        Blocks in `beside` and blocks with an owner are not evicted. If that does not leave enough
-        to evict, nothing is evicted and False is returned.
+        Blocks in `beside` and blocks with an owner are not evicted. If the other blocks do not
+        suffice, evict nothing and return False.
         """
         over = len(self._kept) + count - self.most
         if over <= 0:
@@ -59,7 +59,8 @@ def checkpoint_shares(
 ) -> dict[int, CheckpointShare]:
     """Return a `CheckpointShare` for each pool with both checkpoints and full attention.
 
-    Each may take the fraction `share` of its pool. The result is empty if `share` is None.
+    Checkpoints may take the fraction `share` of each such pool. The result is empty if `share` is
+    None.
     """
     if share is None:
         return {}

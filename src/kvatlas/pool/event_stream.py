@@ -222,7 +222,7 @@ class EventSubscriber:
             self._receive(latest, anew=True)
 
     def _receive(self, frames: list[bytes], *, anew: bool) -> None:
-        """Request the batches missed before this one, and queue them and this one for `read`.
+        """Request the batches that were missed before a received batch, and queue all for `read`.
 
         With `anew`, the publisher may have restarted, so the batch is marked with a gap.
         """
@@ -295,7 +295,7 @@ def _checked(frames: list[bytes]) -> tuple[int, bytes]:
     if len(frames) != 3 or len(frames[1]) != 8 or frames[1][0] & 0x80:
         problem = "An event message must have 3 frames: a topic, a number of 8 bytes and a batch"
         got = f"{len(frames)} frames of {list(map(len, frames))[:8]} bytes"
-        hint = "Check that the address is that of a publisher of KV events, vLLM 0.32 or kvatlas"
+        hint = "Use the address at which vLLM 0.32 or kvatlas publishes KV events"
         raise AtlasError(Code.BAD_HANDSHAKE, problem, got=got, hint=hint)
     return int.from_bytes(frames[1], "big"), frames[2]
 

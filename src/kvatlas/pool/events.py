@@ -50,9 +50,14 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
     locality: str | None = None
     ownership: str | None = None
     session_id: str | None = None
+    lookahead_token_ids: list[list[_Token]] | None = None
+    """For each block, the tokens after it that its hash also covers, for the layers of a drafter.
+
+    vLLM 0.33 sends them; None if hashes cover no more than their block.
+    """
 
     def __post_init__(self) -> None:
-        """Raise an error if token ids are missing, or if `extra_keys` does not have one per block.
+        """Raise an error if token ids are missing, or if a list does not have one item per block.
 
         There may be more tokens than the blocks hold: for windows, vLLM omits evicted blocks, but
         not their tokens.
@@ -62,9 +67,11 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
             least = blocks * self.block_size
             expected = f"expected a multiple of {self.block_size} and at least {least}"
             raise ValueError(f"{count} token_ids for {blocks} blocks, {expected}")
-        if self.extra_keys is not None and len(self.extra_keys) != blocks:
-            count = len(self.extra_keys)
-            raise ValueError(f"{count} extra_keys for {blocks} blocks, expected one per block")
+        for name in ("extra_keys", "lookahead_token_ids"):
+            found = getattr(self, name)
+            if found is not None and len(found) != blocks:
+                told = f"{len(found)} {name} for {blocks} blocks"
+                raise ValueError(f"{told}, expected one per block")
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
@@ -132,9 +139,9 @@ def decode_batch(payload: bytes) -> EventBatch:
 def stored_event(
     number: int, group: Group, chain: HashChain, first: int, blocks: int
 ) -> BlockStored:
-    """Return the event that `blocks` blocks of group `number` were stored.
+    """Return the event that reports `blocks` newly stored blocks of group `number`.
 
-    They are the entries of its block table from `first` on.
+    The blocks are those at index `first` and after it in the group's block table.
     """
     size, stop = group.block, first + blocks
     identity, keys = chain.identity, None
@@ -170,9 +177,9 @@ def _external(digest: bytes) -> int:
 
 
 def _extra_keys(identity: PrefixIdentity, start: int, stop: int) -> tuple[Any, ...] | None:
-    """Return the inputs of the hash of tokens start .. stop - 1, other than the tokens.
+    """Return what the hash of tokens start .. stop - 1 includes in addition to the tokens.
 
-    They are in vLLM's order: adapter, media and salt. Returns None if there are none.
+    The values are in vLLM's order: adapter, media and salt. Returns None if there are none.
     """
     keys: list[Any] = [identity.lora] if identity.lora else []
     keys += [(one.hex(), at - start) for at, one in identity.media if start <= at < stop]

@@ -19,10 +19,10 @@ def first_needed(group: Group, tokens: int) -> int:
 
 
 def first_seen(plan: Plan, index: int, tokens: int) -> int:
-    """Return the position of the first token that all layers of a group see from `tokens`.
+    """Return the position of the first token to which all layers of a group attend.
 
-    That is, all layers attend to it when they compute the token at position `tokens`. It may be
-    after `first_needed`, because a group that keeps all tokens may contain layers with a window.
+    The attending token is at position `tokens`. The result may be after `first_needed`, because a
+    group that keeps all tokens may contain layers with a window.
 
     >>> from kvatlas.planning import plan
     >>> made = plan("gpt-oss-20b", memory="20GiB", policy="uniform")
@@ -52,6 +52,8 @@ def needed_blocks(group: Group, tokens: int) -> range:
         return range(0)
     if group.kind == "recurrent":
         return range(stop - 1, stop)
+    if group.kind == "ring":  # the only entry, unless a group of tokens begins here
+        return range(int(first_needed(group, tokens) < tokens))
     first = first_needed(group, tokens)
     if first == tokens:  # a chunk begins here
         return range(tokens // group.block, tokens // group.block)
@@ -61,7 +63,8 @@ def needed_blocks(group: Group, tokens: int) -> range:
 def last_without_need(group: Group, tokens: int) -> int:
     """Return the last position, at most `tokens`, at which a token attends to no earlier token.
 
-    For chunked attention, that is the start of a chunk; for other layers, it is 0.
+    For chunked attention, that is the start of a chunk. For a ring, it is the start of a group of
+    tokens. For other layers, it is 0.
 
     >>> last_without_need(Group(kind="chunked_local_attention", block=16, pool=0, window=24), 80)
     72
@@ -69,29 +72,33 @@ def last_without_need(group: Group, tokens: int) -> int:
     if group.kind == "recurrent":
         return 0
     first = first_needed(group, tokens)
-    chunked = group.kind == "chunked_local_attention"
+    chunked = group.kind in ("chunked_local_attention", "ring")
     return first if chunked or first == tokens else 0
 
 
 def hit_step(plan: Plan) -> int:
     """Return the least common multiple of the block sizes of all groups, in tokens.
 
-    A hit that consists of whole blocks in every group ends at a multiple of it.
+    A hit that consists of whole blocks in every group ends at a multiple of this number.
     """
     return lcm(*(group.block for group in plan.groups))
 
 
 def hash_grain(plan: Plan) -> int:
-    """Return the number of tokens between prefix hashes: the gcd of all block sizes."""
-    return gcd(*(group.block for group in plan.groups))
+    """Return the number of tokens between prefix hashes: the gcd of the block sizes.
+
+    Rings are left out, because their blocks are never reused.
+    """
+    blocks = [group.block for group in plan.groups if group.kind != "ring"]
+    return gcd(*(blocks or [group.block for group in plan.groups]))
 
 
 def can_be_cut(plan: Plan) -> bool:
     """Return whether prefix cache hits may end at any token, not only at the ends of blocks.
 
     They may if every layer stores a separate row for each prompt token, and chunks of chunked
-    attention begin only at block boundaries. There are no such rows in recurrent layers (one state
-    per block), compressed layers (one row for several tokens) and cross attention.
+    attention begin only at block boundaries. Recurrent layers (one state per block), compressed
+    layers (one row for several tokens) and cross attention have no such rows.
     """
     layers = [layer for region in plan.regions for layer in region.layers]
     chunked = [group for group in plan.groups if group.kind == "chunked_local_attention"]

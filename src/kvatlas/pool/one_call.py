@@ -14,7 +14,10 @@ Result = TypeVar("Result")
 
 
 class CallGuard:
-    """A flag that one call at a time can hold. Copies of a guard are free."""
+    """A flag that one call at a time can hold.
+
+    A copy of the flag that `copy` or `pickle` makes is not held.
+    """
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -33,7 +36,7 @@ class CallGuard:
 
 
 class Guarded(Protocol):
-    """An object with a guard for its calls."""
+    """An object with a `CallGuard` that its guarded methods share."""
 
     _calls: CallGuard
 

@@ -68,6 +68,8 @@ class GroupIndex:
             start = count * block
             return self._within(chain, count, min(tokens, start + block))
         recurrent = self.group.kind == "recurrent"
+        if self.group.kind == "ring":
+            return last_without_need(self.group, tokens)
         least = last_without_need(self.group, tokens)
         entry = (tokens // block if recurrent else ceil_div(tokens, block)) - 1
         while (entry + 1) * block > least:
@@ -86,6 +88,8 @@ class GroupIndex:
         The caller must ensure that all are cached. If `tokens` ends inside the last block, only the
         first tokens of that block match the prompt.
         """
+        if self.group.kind == "ring":
+            return []
         block = self.group.block
         entries, whole = needed_blocks(self.group, tokens), tokens // block
         digests = chain.ends(block, entries.start, min(entries.stop, whole))
@@ -123,7 +127,7 @@ class GroupIndex:
     def _missing(self, chain: HashChain, tokens: int) -> int:
         """Return the last complete block that is needed after `tokens` tokens but not cached.
 
-        The result is its table entry, or -1 if all are cached.
+        The result is the table entry of this block, or -1 if all needed blocks are cached.
         """
         block, entries = self.group.block, needed_blocks(self.group, tokens)
         digests = chain.ends(block, entries.start, min(entries.stop, tokens // block))
@@ -178,8 +182,8 @@ class PrefixIndex:
     """The cached blocks of all groups of a plan.
 
     A hit is the longest prefix after which every group has the blocks that the next token needs.
-    It ends at the end of a block of every group, or at any token if `can_be_cut` and
-    `partial_hits`.
+    It ends where a block of every group ends. If both `can_be_cut` and `partial_hits` are true, it
+    may end at any token.
     """
 
     def __init__(self, plan: Plan, *, partial_hits: bool) -> None:

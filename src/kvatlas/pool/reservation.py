@@ -35,8 +35,8 @@ class Reservation:
 def checked_tokens(tokens: int, computed: int, reserved: int, known: int) -> int:
     """Return `tokens`, the new number of computed tokens of a request, after checking it.
 
-    It must be at least `computed`, the old number, and at most `reserved` and `known`, the numbers
-    of tokens for which there are blocks and token ids.
+    It must be at least `computed`, the old number. It must be at most `reserved`, the number of
+    tokens with blocks, and at most `known`, the number of tokens with token ids.
     """
     tokens = integer(tokens, "the tokens")
     if tokens < computed:

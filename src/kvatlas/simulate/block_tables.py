@@ -1,7 +1,7 @@
 """The block tables of one request in vLLM, while a prompt is computed step by step.
 
 A span is a fixed number of tokens (`step`) that fills whole blocks in every group. A place is the
-index of a span in the request. A place is named if its blocks have a hash, so that later requests
+index of a span in the request. To name a span is to give its blocks a hash, so that later requests
 can find them. A table only grows, but blocks that a window or a recurrent layer no longer needs
 are freed before each step.
 """
@@ -21,7 +21,7 @@ class SimulatedTable:
     def __init__(self, one: LayerClass, step: int, places: Sequence[int], hit: int) -> None:
         self._one, self._step = one, step
         self._places = places
-        """Indices of the spans whose blocks get a hash once they are computed, ascending."""
+        """The named spans: indices of the spans whose blocks get a hash when they are computed."""
         self.named = self._until(hit)
         """Number of leading `_places` that are computed and have hashes."""
         self.left = 0
@@ -42,13 +42,13 @@ class SimulatedTable:
         return self.in_use - (self.named - self.left) * self._one.blocks
 
     def _until(self, place: int) -> int:
-        """Return how many of the span indices in `_places` are less than `place`."""
+        """Return how many of the indices in `_places` are less than `place`."""
         return bisect_left(self._places, place)
 
     def leave(self, tokens: int) -> slice:
         """Free the blocks that are not needed to compute tokens after the first `tokens`.
 
-        Returns the slice of `_places` whose blocks were freed.
+        Returns the freed part of `_places`, the list of spans whose blocks have a hash, as a slice.
         """
         before = self.left
         cut = self._one.first_place(tokens, self._step)
@@ -70,9 +70,9 @@ class SimulatedTable:
         return ceil_div(stop * self._one.blocks, self._step)
 
     def behind(self, stop: int, spans: int | None = None) -> int:
-        """Return how many blocks `stop` tokens need, minus the blocks of `spans` complete spans.
+        """Return the number of blocks for `stop` tokens that are not in the first `spans` spans.
 
-        `spans` defaults to the number of complete spans in `stop` tokens; the result is then the
+        By default, `spans` is the number of complete spans in `stop` tokens. The result is then the
         number of blocks of the incomplete last span.
         """
         whole = stop // self._step if spans is None else spans
@@ -81,7 +81,7 @@ class SimulatedTable:
     def name(self, stop: int) -> slice:
         """Record that the first `stop` tokens are computed, so that their blocks get hashes.
 
-        Returns the slice of `_places` whose blocks get a hash in this call.
+        Returns the spans whose blocks get a hash in this call, as a slice of `_places`.
         """
         before = self.named
         self.named = max(before, self._until(stop // self._step))
@@ -116,7 +116,7 @@ class StateTable(SimulatedTable):
     def leave(self, tokens: int) -> slice:
         """Free all states except the latest, which is the state after `tokens` tokens.
 
-        Returns the slice of `_places` whose blocks were freed.
+        Returns the freed part of `_places`, the list of spans whose states have a hash, as a slice.
         """
         left = super().leave(tokens)
         self._loose = [place for place in self._loose if place >= self._cut]
@@ -134,10 +134,10 @@ class StateTable(SimulatedTable):
         return self._one.blocks
 
     def name(self, stop: int) -> slice:
-        """Record that the first `stop` tokens are computed, so that kept states get hashes.
+        """Record that the first `stop` tokens are computed, so that their kept states get hashes.
 
-        The kept states are those in `_places`. Returns the slice of `_places` whose states get a
-        hash in this call.
+        Returns the spans whose states get a hash in this call, as a slice of `_places`, which lists
+        the spans with kept states.
         """
         new = super().name(stop)
         for place in self._places[new]:

@@ -28,7 +28,7 @@ BASELINE = ("vllm-default", "lru")
 
 @dataclass(frozen=True)
 class TriedPlan:
-    """A plan, and its simulated hit rates with one checkpoint and one eviction policy."""
+    """A plan and its simulated hit rates with one pair of checkpoint and eviction policies."""
 
     name: str
     plan: Plan
@@ -81,9 +81,9 @@ def choose(
 def _that_differ(
     model: PoolModel, policies: tuple[tuple[str, str], ...]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the policies whose hits may differ from those of the first round's policy.
+    """Yield the policies for which hits may differ from those of the first round's policy.
 
-    Without windows and recurrent states, checkpoints make no difference.
+    For a model without windows and recurrent states, all checkpoint policies have the same hits.
     """
     sparse = any(one.needs != "all" for one in model.classes)
     seen = {FIRST if sparse else FIRST[1]}

@@ -197,7 +197,7 @@ def _one_by_one(
 
 def _require_gpu_alone(*, arrivals: bool, tiers: bool) -> None:
     if arrivals or tiers:
-        problem = "The policy optimal requires that requests run one after the other, without tiers"
+        problem = "The `optimal` policy cannot be simulated together with arrival times or tiers"
         got = "eviction='optimal' with " + ("arrivals" if arrivals else "tiers")
         hint = "Omit the arrivals or tiers, or use another eviction policy"
         raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)

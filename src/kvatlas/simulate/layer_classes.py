@@ -85,6 +85,8 @@ class PoolModel:
         order = {index: place for place, index in enumerate(sorted(sizes))}
         alike: dict[tuple[bool, Visibility, int, int, int], int] = {}
         for number, group in enumerate(plan.groups):
+            if group.kind == "ring":
+                continue  # hits end where a group of tokens begins, so that no row is needed
             kind = (group.kind == "recurrent", group.visibility, group.block, group.pool)
             key = (*kind, number if by_group else 0)
             alike[key] = alike.get(key, 0) + 1
@@ -103,11 +105,11 @@ class PoolModel:
 
     @classmethod
     def plain(cls, step: int, blocks: int) -> PoolModel:
-        """Return a model of full attention with one pool of `blocks` blocks of `step` tokens."""
+        """Return a model with full attention only. Its pool has `blocks` blocks."""
         return cls(step, (LayerClass("all", 0, 1),), (blocks,))
 
     def in_flight(self, lengths: Ints, spans: Ints) -> Ints:
-        """Return the blocks that each running request holds besides those of complete spans.
+        """Return the blocks that each running request holds, except those of complete spans.
 
         These are the block that is being filled, the blocks of the answer and of windows, and the
         recurrent states that are being written. The result is an array [pool, request].
@@ -116,7 +118,7 @@ class PoolModel:
         order = {index: place for place, index in enumerate(sorted({g.pool for g in self.groups}))}
         for group in self.groups:
             taken = group.blocks(lengths, in_flight=1, dcp=self.dcp)
-            if group.visibility == EVERYTHING and group.kind != "recurrent":
+            if group.visibility == EVERYTHING and group.kind not in ("recurrent", "ring"):
                 taken = taken - spans * (self.step // (group.block * self.dcp))
             held[order[group.pool]] += np.maximum(taken, 0)
         return held

@@ -20,7 +20,7 @@ from kvatlas.simulate.traces import Ints
 
 
 class LruQueue:
-    """A queue of segments of entries, each with the number of blocks per entry.
+    """A queue of entries in LRU order, in segments of entries with equal numbers of blocks.
 
     >>> queue = LruQueue(4)
     >>> queue.put(np.array([0, 1, 2]), size=2)

@@ -1,8 +1,8 @@
 """The cost model of prefill: the FLOPs and seconds that hits save.
 
-A token costs 2 FLOPs for each active parameter. In each query head, attention adds 2 FLOPs for each
-element of the key and of the value, for each pair of a query and a visible key. Seconds are FLOPs
-divided by a sustained rate that does not depend on the batch.
+A token costs 2 FLOPs for each active parameter. Attention adds, in each query head and for each
+pair of a query and a visible key, 2 FLOPs per element of the key and of the value. Seconds are
+FLOPs divided by a sustained rate that does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _ACTIVE = re.compile(r"-A(\d+(?:\.\d+)?)B\b", re.IGNORECASE)
 class PrefillCost:
     """A cost model of prefill: how many FLOPs the tokens of a prompt take.
 
-    A token takes `per_token` FLOPs, plus the FLOPs in `pairs` for each key that it attends to.
+    A token takes `per_token` FLOPs. `pairs` contains the additional FLOPs for each key to which a
+    token attends.
 
     >>> cost = PrefillCost(per_token=10.0, pairs=((None, 2.0), (4, 1.0)))
     >>> cost.flops(np.array([0, 10]), np.array([10, 12]))
@@ -66,7 +67,7 @@ class PrefillCost:
 def active_parameters(weights: Weights) -> int | None:
     """Return the number of active parameters per token; None if it is unknown.
 
-    For MoE models, it is taken from the model's name.
+    For an MoE model, the number is taken from the model's name.
 
     >>> active_parameters(Weights.load("Qwen3-30B-A3B"))
     3000000000

@@ -3,7 +3,8 @@
 The length of a span is the smallest number of tokens that is a whole number of blocks in every
 group. A trace has one id per block of a prompt, and these blocks may be larger or smaller than
 spans. The ids determine which spans two requests share: a span is identified by the id of the trace
-block with its last token, because an id represents everything up to the end of its block.
+block that contains the span's last token, because an id represents everything up to the end of its
+block.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ def along_the_request(entries: list[Ints], parts: list[Ints], *, head_first: boo
     """Return the entries of all layer classes, from the end of the request to its beginning.
 
     With `head_first`, the order is reversed. `entries` contains the entries of each class, and
-    `parts` the index of each entry's span in the request. The result has both, in this order.
+    `parts` the index of each entry's span in the request. Returns the ordered entries and their
+    span indices.
     """
     if len(parts) == 1:
         entry, place = entries[0], parts[0]

@@ -102,8 +102,9 @@ class Replay(ReplayBase):
     def _store(self, request: int, parts: list[Ints]) -> None:
         """Add a request's entries to an external store, then evict entries until they fit.
 
-        Even new entries may be evicted. With `head_first`, entries are added one after the other,
-        so a stored entry may be evicted by earlier ones and then be added again.
+        Even new entries may be evicted. With `head_first`, the entries are added one by one. An
+        entry that was stored before may then be evicted to make space for an earlier entry of the
+        request, and is added again.
         """
         entries, places = self._in_order(request, parts)
         while len(entries):

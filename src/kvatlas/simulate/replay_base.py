@@ -87,7 +87,10 @@ class ReplayBase:
         self.outcome = Outcome(np.zeros(len(spans.starts) - 1, np.int64))
 
     def _share_out(self) -> None:
-        """If checkpoints may take only a share of a pool, make that share a separate pool."""
+        """Divide a pool in two if checkpoints may take only a share of it.
+
+        The share of the checkpoints becomes a separate pool.
+        """
         share, classes = self.policy.checkpoints.share, self.model.classes
         self._blocks = list(self.model.blocks)
         self._pools = [one.pool for one in classes]
@@ -137,7 +140,7 @@ class ReplayBase:
         return self.spans.of_request(request)
 
     def _prompt(self, request: int, spans: Ints) -> Prompt:
-        """Return the input of checkpoint policies for a request."""
+        """Return a request's prompt in the form that checkpoint policies take."""
         reusable, known = self._reusable[request], self._known[request]
         hit, attention = self.find(spans[:reusable])
         asked = self.policy.checkpoints.asks_for_seen
@@ -145,7 +148,7 @@ class ReplayBase:
         return Prompt(self.spans.step, hit, seen, known, len(spans), attention, reusable)
 
     def _count_seen(self, spans: Ints, there: int) -> int:
-        """Return how many leading spans were requested before.
+        """Return how many leading spans of a request were part of an earlier request.
 
         The search starts at `there`, the number of cached leading spans, which is usually the
         result.
@@ -213,9 +216,9 @@ class ReplayBase:
         return parts
 
     def _windows(self, ends: Ints, first: Ints) -> Ints:
-        """Return the indices of all spans in the windows before `ends`, without duplicates.
+        """Return the indices of all spans in the windows that end at `ends`, without duplicates.
 
-        The window before n spans consists of spans first[n] .. n - 1.
+        The window that ends after n spans consists of spans first[n] .. n - 1.
         """
         # Ends and begins ascend, so a window adds only the places after the previous end.
         if len(ends) <= FEW_ENDS:

@@ -90,7 +90,7 @@ class _Store:
         self._pinned = np.zeros(len(kinds) << bits, bool)
 
     def put(self, entries: Ints, now: int) -> Ints:
-        """Add entries, and return the entries that were evicted to make space, in order."""
+        """Add entries, and return the entries that were evicted to make space, oldest first."""
         gone = []
         for part, queue in enumerate(self._queues):
             mine = entries[self._part[entries >> self._bits] == part]

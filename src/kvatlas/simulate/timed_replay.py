@@ -119,9 +119,10 @@ class TimedReplay(Replay):
         return hit
 
     def _prefilled(self, request: int) -> None:
-        """Publish a request's new blocks after its prefill.
+        """Make a request's new blocks findable by other requests after its prefill.
 
-        Blocks that another request has published in the meantime are freed instead.
+        If another request has stored the same blocks in the meantime, the new ones are freed
+        instead.
         """
         new = self._running[request].new
         twice = new[self._present[new]]

@@ -14,9 +14,10 @@ _SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
 
 class Reuse(msgspec.Struct, frozen=True):
-    """The distance to the last request that used the longest prefix a request shares.
+    """Reuse distances: from a request to the last earlier request with the same prefix.
 
-    Each field maps p50, p90, p99 and max to a value, over all requests that share a prefix.
+    The prefix is the longest one that the request shares with any earlier request. Each field maps
+    p50, p90, p99 and max to a value, over all requests that share a prefix.
     """
 
     seconds: dict[str, float]
@@ -28,7 +29,7 @@ class Reuse(msgspec.Struct, frozen=True):
 
 
 class TraceFacts(msgspec.Struct, frozen=True):
-    """The content of a trace. Percentiles are values that occur in the trace."""
+    """Figures that describe a trace. Percentiles are values that occur in the trace."""
 
     name: str
     requests: int
@@ -91,9 +92,10 @@ def trace_facts(trace: Trace) -> TraceFacts:
 
 
 def _last_uses(trace: Trace) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the number of ids that each request shares with earlier ones, and the last of these.
+    """Return, for each request, the length of its shared prefix and its last use.
 
-    The second array has the index of the last request that used all shared ids, or -1.
+    The length counts the leading ids that the request shares with any earlier request. The last use
+    is the index of the last earlier request that has all of these ids, or -1.
     """
     shared, last = np.zeros(len(trace), np.int64), np.full(len(trace), -1, np.int64)
     uses = np.full(trace.distinct, -1, np.int64)
@@ -122,7 +124,9 @@ def _reuse(
 
 
 def _percentiles(values: NDArray[Any]) -> dict[str, Any]:
-    """Return for each share the smallest value that this share of the values does not exceed.
+    """Return the percentiles p50, p90, p99 and max of the values, by name.
+
+    A percentile is the smallest value that at least this share of the values does not exceed.
 
     >>> _percentiles(np.arange(1, 101))
     {'p50': 50, 'p90': 90, 'p99': 99, 'max': 100}

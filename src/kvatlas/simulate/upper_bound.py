@@ -4,14 +4,15 @@ A request that continues after n spans needs every attention span before n, the 
 the states after n. Each of these entries must have been kept since the previous request that
 contains it, because no later request could have stored it. So a hit occupies, for each entry, its
 blocks from the previous request to this one. The bound is the largest number of tokens whose
-entries fit into the pools at all times: while a request runs, beside its own blocks, and between
-two requests.
+entries fit into the pools at all times: between two requests, and together with the blocks of a
+running request.
 
 This packing problem is relaxed by a price per block and moment (Lagrangian duality). With given
 prices every request chooses its best hit by itself, and the sum of all gains plus the price of all
 blocks is at least the optimum, whatever the prices are. Prices are improved by subgradient steps,
 and the lowest sum is the result. Two simplifications only raise the bound: an entry may be stored
-by every request that contains it, even if that request continued after it, and chunks are free.
+by every request that contains it, even if that request continued after it, and layers with chunked
+attention are assumed to need no blocks.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ PATIENCE = 40
 
 @dataclass(frozen=True)
 class _Runs:
-    """Consecutive spans of a request whose previous requests are the same; the ends are the hits.
+    """Runs of consecutive spans. All spans of a run were last used by one earlier request.
 
-    Prefixes of a request that are longer were requested longer ago. Inside a run, the gain of a hit
-    is a convex function of its length, so the best hit is at the end of a run.
+    A request has several runs, because its shorter prefixes were used more recently than longer
+    ones. The best
+    hit of a request always ends at the end of a run: inside a run, the gain of a hit is a convex
+    function of its length.
     """
 
     request: Ints
@@ -136,13 +139,17 @@ class _Prices:
         return best
 
     def _constant_price(self) -> float:
-        """Return the best of the prices that are the same at all moments."""
+        """Return the price with the lowest bound, if one price applies at all moments."""
         prices = [0.0, *np.geomspace(1e-9, 1.0, 28) * max(float(self._value.max(initial=1.0)), 1.0)]
         sums = [self.evaluate(np.full(self.room.shape, one))[0] for one in prices]
         return float(prices[int(np.argmin(sums))])
 
     def evaluate(self, price: Floats) -> tuple[float, Floats]:
-        """Return the bound for these prices, and the room that its hits leave at each moment."""
+        """Return the bound for these prices, and the blocks that stay free at each moment.
+
+        Each request takes its best hit at these prices. The number of free blocks is negative if
+        these hits do not fit into the pools.
+        """
         runs, gain = self._runs, self._value.copy()
         lengths = runs.stop - runs.start
         for pool, row in enumerate(price):
@@ -165,7 +172,7 @@ class _Prices:
         return bound, left
 
     def _take(self, left: Floats, gain: Floats, best: Floats) -> None:
-        """Subtract the blocks of the best hit of each request from the room that is left."""
+        """Subtract the blocks of each request's best hit from the free blocks, `left`, in place."""
         runs = self._runs
         top = np.repeat(best, self._sizes)
         hits = np.flatnonzero((gain == top) & (top > 0))
@@ -190,7 +197,7 @@ class _Prices:
 
 
 def _downhill(price: Floats, direction: Floats) -> Floats:
-    """Return the direction without the parts that would make a price negative."""
+    """Return a copy of `direction` with 0 where a price of 0 would become negative."""
     return np.where((price <= 0.0) & (direction > 0.0), 0.0, direction)
 
 
@@ -209,9 +216,10 @@ def upper_bound(
     model: PoolModel, spans: Spans, trace: Trace, values: Floats | None = None,
     *, rounds: int = ROUNDS,
 ) -> float:  # fmt: skip
-    """Return an upper bound of the spans that requests find, with any checkpoints and eviction.
+    """Return an upper bound of the number of spans that requests find in the pools.
 
-    `values` are the weights of a span of each request; by default 1.
+    The bound holds for all checkpoint and eviction policies. `values` contains, for each request,
+    the weight of one of its spans; by default 1.
     """
     given = np.ones(len(trace)) if values is None else values
     if all(one.visibility.chunk or one.visibility.window == 1 for one in model.classes):

@@ -2,8 +2,8 @@
 
 A prompt is computed in steps, and each group's table grows with them. If a state or a window is
 missing, attention's blocks are computed again although they are cached. vLLM then keeps both
-copies, because its tables only grow. Each copy has a separate place in the eviction queue, and a
-hit uses the older one. This replay does the same and finds the same hits as vLLM.
+copies, because it never replaces a block in a table. Each copy has a separate place in the eviction
+queue, and a hit uses the older one. This replay does the same and finds the same hits as vLLM.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class VllmReplay(ReplayBase):
         self._copied[self._entries_end :] = True
 
     def _alike_groups(self) -> list[AlikeGroups]:
-        """Return the runs of equal layer classes, which are vLLM's groups of one kind."""
+        """Return vLLM's groups of each kind: consecutive layer classes that are equal."""
         few = not isinstance(self.policy.checkpoints, EveryBlock)
         runs: list[list[int]] = []
         for number, one in enumerate(self.model.classes):
@@ -206,9 +206,10 @@ class VllmReplay(ReplayBase):
         self.outcome.peak = max(self.outcome.peak, sum(self._used))
 
     def _name(self, stop: int, served: list[Served]) -> None:
-        """Publish the blocks of the first `stop` tokens that are complete and not published yet.
+        """Make the complete blocks of the first `stop` tokens findable by later requests.
 
-        If an entry is cached already, its blocks become a further copy.
+        Blocks that can be found already are skipped. If an entry is cached already, its new blocks
+        become a further copy.
         """
         for _, table, ids in served:
             new = ids[:, table.name(stop)]

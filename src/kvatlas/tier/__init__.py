@@ -12,14 +12,6 @@ from kvatlas.tier.prefix_finder import PrefixFinder
 from kvatlas.tier.served.client import TierClient
 from kvatlas.tier.served.server import TierServer
 from kvatlas.tier.served.sharing import share_file, share_memory
-from kvatlas.tier.store_inspection import (
-    collect_garbage,
-    copy_prefix,
-    export_objects,
-    import_objects,
-    summaries,
-    verify,
-)
 from kvatlas.tier.store_tier import StoreTier
 from kvatlas.tier.stored_rows import OtherRows
 from kvatlas.tier.stores import (
@@ -53,16 +45,10 @@ __all__ = [
     "TierClient",
     "TierEvents",
     "TierServer",
-    "collect_garbage",
-    "copy_prefix",
-    "export_objects",
-    "import_objects",
     "open_store",
     "open_tier",
     "prefix_keys",
     "share_file",
     "share_memory",
     "socket_beside",
-    "summaries",
-    "verify",
 ]

@@ -1,4 +1,4 @@
-"""`canonical_rows`: the plan of a tier's rows, which no planner influences.
+"""`canonical_rows`: the plan of a tier's rows, which no planning policy influences.
 
 Each kind of cache is one group with its own pool, and one block is one row. In a row, heads are
 outermost, then the layers of the model in ascending order, then the states of the span, so that
@@ -17,7 +17,7 @@ from kvatlas.models import Layer, Model
 from kvatlas.planning import Group, Plan, Pool, Region
 from kvatlas.planning.sized_layers import kind_of
 from kvatlas.specs import Recurrent
-from kvatlas.tier.row_kinds import RowKind, layers_by_kind, row_kinds, span_of
+from kvatlas.tier.row_kinds import RowKind, layers_by_kind, refuse_rings, row_kinds, span_of
 
 _DEFAULT_LENGTH = 32_768
 """Tokens of the longest request, for models whose config does not limit them."""
@@ -27,7 +27,7 @@ _WITH_HEADS, _WITHOUT_HEADS = "BHLNC", "BLHNC"
 def canonical_rows(
     model: Model | Plan | str, *, span: int | None = None, max_len: int | None = None
 ) -> Plan:
-    """Return the plan of the rows of a model, or of the model that another plan is for.
+    """Return the plan that describes a model's rows. If `model` is a plan, its model is used.
 
     A row has `span` tokens, or the smallest multiple of it that is a whole number of states. The
     default is the greatest common divisor of the plan's blocks that have more than one state.
@@ -42,6 +42,7 @@ def canonical_rows(
     """
     if isinstance(model, str):
         model = Model.load(model)
+    refuse_rings(layers_of(model))
     kinds = layers_by_kind(layers_of(model))
     if span is None:
         span = _span_of_plan(model)
@@ -83,12 +84,12 @@ def layers_of(model: Model | Plan) -> list[Layer]:
 
 
 def kinds_of_rows(rows: Plan) -> tuple[RowKind, ...]:
-    """Return the kinds of the groups of a plan of rows."""
+    """Return the `RowKind` of each group of a plan that `canonical_rows` made."""
     return row_kinds(layers_of(rows))
 
 
 def _region(number: int, kind: RowKind, layers: tuple[Layer, ...], span: int) -> Region:
-    """Return the position of a kind's layers in its row. `number` is the index of its group."""
+    """Return the region of the layers of one kind. `number` is the index of their group."""
     heads = kind.heads * len(kind.groups)
     layout = _WITH_HEADS if heads > 1 else _WITHOUT_HEADS
     page = layers[0].spec.page(span)
@@ -109,7 +110,7 @@ def _region(number: int, kind: RowKind, layers: tuple[Layer, ...], span: int) ->
 
 def _span_of_plan(model: Model | Plan) -> int:
     if isinstance(model, Model):
-        problem = "The rows of a model need a number of tokens"
+        problem = "The number of tokens per row is required, unless a plan is passed"
         hint = "Pass span=, such as span=64"
         raise AtlasError(Code.CONTRADICTORY, problem, got=f"no span for {model.name}", hint=hint)
     states = {

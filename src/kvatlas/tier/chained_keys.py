@@ -1,10 +1,10 @@
 """Keys for the blocks of a tier, computed from a request's tokens: equal prefixes have equal keys.
 
 Each hash includes the one before it, so a key identifies all tokens up to the end of its block. The
-tokens of one hash are the greatest common divisor of all groups' block sizes. The model's weights
-are identified by the namespace of a store, or by the keys if `identity` is passed. The chain is
-part of a format that other programs implement (docs/reference/tier_format.md), so it is independent
-of the hashes that pools use.
+number of tokens per hash is the greatest common divisor of all groups' block sizes. The model's
+weights are identified by the namespace of a store, or by the keys if `identity` is passed. The
+chain is part of a format that other programs implement (docs/reference/tier_format.md), so it is
+independent of the hashes that pools use.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BlockKeys = dict[int, list[bytes | None]]
 class PrefixChain:
     """The keys of a request's tokens, and of all their prefixes, in a tier with a given plan.
 
-    Requests with a different `salt` or LoRA adapter share no keys. Images and audio must be
+    Requests that differ in `salt` or LoRA adapter share no keys. Images and audio must be
     identified by their tokens or by the salt.
 
     >>> from kvatlas.planning import plan
@@ -52,9 +52,9 @@ class PrefixChain:
         lora: str = "",
         identity: bytes = b"",
     ) -> None:
-        """Compute the hash chain of `tokens`, for a tier's plan or a number of tokens per row.
+        """Compute the hash chain of `tokens`. `plan` can also be the number of tokens per row.
 
-        Pass `identity`, a digest of the weights, unless the names of stored objects include it.
+        Pass a digest of the weights as `identity`, unless object names include this digest.
         """
         sizes = (group.block for group in plan.groups) if isinstance(plan, Plan) else (plan,)
         self._blocks = list(sizes)
@@ -82,7 +82,7 @@ class PrefixChain:
     def key_at(self, stop: int) -> bytes:
         """Return the key of the block that ends after `stop` tokens.
 
-        It is the same in all groups.
+        This key is the same in all groups.
         """
         if not 0 <= stop <= self.count:
             problem = f"The number of tokens must be between 0 and {self.count}"

@@ -57,7 +57,7 @@ def _frozen(scales: Scales) -> Scales:
 
 
 class TierRoutes:
-    """Cached routes from a tier's plan to other plans.
+    """Routes from a tier's plan to other plans. Recently used routes are kept for reuse.
 
     >>> from kvatlas.planning import plan
     >>> tier, cache = (plan("Qwen3-8B", memory="8GiB", kv_dtype=d) for d in ("bf16", "fp8"))
@@ -71,7 +71,7 @@ class TierRoutes:
     def to(self, destination: Plan, convert: Converting | None = None) -> Route:
         """Return the route from the tier's plan to `destination`.
 
-        With `convert`, the route converts layers whose formats differ.
+        With `convert`, the route converts layers whose formats in the two plans differ.
         """
         if convert is not None:
             check_converting(convert)
@@ -89,8 +89,8 @@ def check_converting(convert: object) -> None:
 def converting_rows(written: Converting | None, asked: Converting | None) -> Converting | None:
     """Return the conversion of a fetch: `asked`, with the source scales of `written`.
 
-    `written` is the conversion that the tier was opened with. If one of them is None, return the
-    other.
+    `asked` is the conversion that the fetch requests, and `written` the one that the tier was
+    opened with. If one of the two is None, the result is the other one.
 
     >>> rows = Converting("fp8->bf16", source_scales=0.5)
     >>> converting_rows(rows, Converting("fp8->fp16")).source_scales
@@ -108,9 +108,10 @@ def converting_rows(written: Converting | None, asked: Converting | None) -> Con
 
 
 def kept_as_written(convert: Converting) -> Converting:
-    """Return `convert` for stored blocks that already have the cache's dtype and are not converted.
+    """Return a copy of `convert` with other source scales, for blocks that are not converted.
 
-    In the result, the source scales equal the destination scales.
+    Such blocks already have the cache's dtype and keep their scales. The source scales of the
+    result are therefore the destination scales of `convert`.
 
     >>> kept_as_written(Converting("bf16->fp8", destination_scales=0.5)).source_scales
     0.5
@@ -148,7 +149,7 @@ def _refuse_rescaling(source: Plan, destination: Plan, convert: Converting) -> N
     for name in specs[0].keys() & specs[1].keys():
         one, two = (without_packing(own[name]) for own in specs)
         if one == two and needs_scales(two) and mine.get(name) != theirs.get(name):
-            problem = "A layer with the same format at both ends must have the same scales at both"
+            problem = "A layer that is not converted must have equal source and destination scales"
             scales = f"source_scales {mine.get(name)} and destination_scales {theirs.get(name)}"
             got = f"{scales} for {name:.200}"
             hint = "Fetch into a cache with the scales that the blocks were written with"
@@ -156,5 +157,4 @@ def _refuse_rescaling(source: Plan, destination: Plan, convert: Converting) -> N
 
 
 def _specs(plan: Plan) -> dict[str, Spec]:
-    """Return the spec of each layer by the layer's name."""
     return {layer.name: layer.spec for region in plan.regions for layer in region.layers}

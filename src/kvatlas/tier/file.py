@@ -68,7 +68,8 @@ R = TypeVar("R")
 class TierFile:
     """A file that is open, locked, allocated and consistent with its header.
 
-    With `shared`, another process owns the file: it holds the lock and manages the records.
+    With `shared`, another process owns the file: that process holds the lock and manages the
+    records.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class TierFile:
     def write(self, copies: Sequence[Copy], pools: Mapping[int, Bytes]) -> PartSums:
         """Copy from pools in memory into blocks of the file.
 
-        Returns, by block, the contributions to its checksum that were computed while writing.
+        Returns the contributions to block checksums that were computed while writing.
         """
         near = memory_of(pools)
         check_bounds(copies, near, self._places)
@@ -280,10 +281,10 @@ class TierFile:
 
 
 def _parts(copy: Copy) -> Iterator[Copy]:
-    """Split the runs of a copy over the cores, as separate copies.
+    """Split a copy into smaller copies, one for each core.
 
-    Each part has some of the spans of `Copy` and all of its starts or, if there are too few spans,
-    all spans and some of the starts.
+    A run of a `Copy` is a pair of a span and a start. Each part has some of the spans with all
+    starts or, if there are too few spans, all spans with some of the starts.
     """
     if len(copy.length) >= min(_SUMMING, len(copy.starts.source)):
         for some in _cuts(len(copy.length), copy.nbytes):
@@ -315,7 +316,7 @@ def _cuts(count: int, nbytes: int) -> Iterator[slice]:
 
 
 def _let_end(tasks: Sequence[Future[Any]]) -> None:
-    """Cancel tasks that have not started and wait for the others, even if interrupted."""
+    """Cancel the tasks that have not started and wait for the running ones, even if interrupted."""
     while True:
         try:
             for task in tasks:

@@ -4,10 +4,10 @@
 blocking other threads, on any number of cores. If the file was truncated or its disk fails, the
 call returns an error, whereas a direct access to the mapping would kill the process.
 
-Such a call has a local and a remote end. At the local end the system accesses addresses directly.
-At the remote end it first looks up the pages of each range. The end with fewer, longer ranges is
-therefore made the remote end. If the ranges are long at both ends, the file is made the remote end,
-because the system writes faster at the local end.
+Each call takes a list of local ranges and a list of remote ranges. The system accesses local ranges
+directly, but first looks up the pages of each remote range. The list with fewer, longer ranges is
+therefore passed as the remote one. If both lists have long ranges, those of the file are the remote
+ones, because the system writes faster to local ranges.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class FileMap:
 def _copied(copy: Any, own: Int64s, other: Int64s, length: Int64s) -> bool:
     """Copy runs with system calls and return whether all were copied.
 
-    `own` contains the addresses of the runs at the local end of the call, and `other` those at the
-    remote end. Ranges that are adjacent at the remote end are merged.
+    `own` contains the local address of each run, and `other` its remote address. Adjacent remote
+    ranges are merged.
     """
     if int(length.max()) > _MOST_BYTES // _AT_ONCE:
         return False

@@ -56,7 +56,10 @@ def unlock_file(fd: int) -> None:
 
 
 class FileUse:
-    """The shared lock on a file, held while any thread of this process is in the context."""
+    """A client's shared lock on the tier's file, used as a context manager.
+
+    The lock is held while at least one thread of this process is inside the context.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd, self._users = fd, 0
@@ -77,7 +80,7 @@ class FileUse:
                 _set(self._fd, fcntl.F_UNLCK)
 
     def wait_for_others(self) -> bool:
-        """Wait a few seconds for other processes to release the lock. Return whether all have."""
+        """Wait a few seconds for other processes to release the lock. Return whether they did."""
         until = time.monotonic() + _WAIT_SECONDS
         while not _set(self._fd, fcntl.F_WRLCK):
             if time.monotonic() > until:

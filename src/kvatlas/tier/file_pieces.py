@@ -1,7 +1,7 @@
-"""Runs between memory and a tier's file, cut into pieces that one core moves.
+"""Runs between memory and a tier's file, cut into pieces. Each piece is moved by one core.
 
 One system call per short run would be slow. Short runs are therefore gathered in a staging buffer
-in the order of the file. They form contiguous stretches there, and one system call moves hundreds
+in file order. They form contiguous stretches there, and one system call moves hundreds
 of stretches.
 """
 
@@ -40,9 +40,10 @@ _ONE_SPAN = np.zeros(1, np.int64), np.zeros(1, np.int64)
 
 
 class Piece(NamedTuple):
-    """Runs between memory and the file that one core moves; all are short, or all are long.
+    """A group of runs between memory and the file, moved by one core.
 
-    As in `Copy`, there is one run for every pair of a span and a start, whose offsets are added.
+    Either all runs are short or all are long. As in `Copy`, there is one run for each pair of a
+    span and a start: the offsets of the two are added.
     """
 
     starts: tuple[Int64s, Int64s]
@@ -52,9 +53,9 @@ class Piece(NamedTuple):
     first: Int64s
     """Indices of the starts at which a stretch of the file begins."""
     spans: tuple[Int64s, Int64s] = _ONE_SPAN
-    """Starts of the spans in memory and in a pool of the file, or in the file."""
+    """Offsets of the spans in memory, and in the file or in one of its pools."""
     packed: NestedSteps | None = None
-    """Offsets of a grid's runs in memory, and in a buffer where the runs are contiguous."""
+    """For runs of a copy with several starts: their offsets in memory and in a staging buffer."""
 
     @property
     def is_long(self) -> bool:
@@ -108,10 +109,11 @@ def _packed(length: Int64s) -> Places:
 
 
 def grid_pieces(grid: Copy) -> list[Piece]:
-    """Cut a copy into pieces, each moved by one core; empty if one call per run is better.
+    """Cut a copy with several starts into pieces, each moved by one core.
 
-    One call per run is better if the spans differ in length, or if the runs form only short
-    contiguous ranges of the file. Each span, with all starts of the copy, must be inside one block.
+    The result is empty if one system call per run is faster: if the spans differ in length, or the
+    runs form only short contiguous ranges of the file. All runs of one span must be inside one
+    block of the file.
 
     >>> from kvatlas.routing.binding import Starts
     >>> starts = Starts.of(np.array([0, 1 << 20]), np.array([0, 1 << 14]))
@@ -142,11 +144,11 @@ def grid_pieces(grid: Copy) -> list[Piece]:
 
 
 def pieces(near: Int64s, far: Int64s, length: Int64s, block_bytes: int) -> list[Piece]:
-    """Cut runs into pieces that are each moved by one core, or return no pieces.
+    """Cut runs into pieces, each moved by one core.
 
-    No pieces mean that one call per run is faster. That is so if the runs in each block of
-    `block_bytes` bytes join only into short contiguous ranges of the file. `near` contains the
-    offsets of the runs in memory, and `far` those in the file.
+    `near` contains the offsets of the runs in memory, and `far` their offsets in the file. A block
+    of the file has `block_bytes` bytes. The result is empty if one system call per run is faster:
+    if the runs in each block form only short contiguous ranges.
     """
     block = far // block_bytes
     follows = (far[1:] == far[:-1] + length[:-1]) & (block[1:] == block[:-1])

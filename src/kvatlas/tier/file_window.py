@@ -23,7 +23,7 @@ class Window:
     """Memory with the size of the file's pools, for transports that require addresses.
 
     Only pages that were used take memory. While no caller uses the window, the system may reclaim
-    them.
+    its pages.
     """
 
     def __init__(self, places: Mapping[int, Memory]) -> None:
@@ -73,6 +73,6 @@ class Window:
                     self._map.madvise(mmap.MADV_FREE)
 
     def close(self) -> None:
-        """Release the memory. It is unmapped with its last view."""
+        """Release the memory, which is unmapped when its last view is deleted."""
         with self._lock:
             self._pools, self._map = {}, None

@@ -1,12 +1,14 @@
 """Write runs from memory into the blocks of a tier's file and compute their checksums.
 
-Short runs are first gathered, on several cores, into contiguous stretches of the file. Their
-checksums are computed while they are in the processor's cache, and then they are written. If the
-region of the file was written recently, its pages are in memory, and one call writes hundreds of
-stretches, on several cores in parallel. Otherwise the system would have to prepare or read every
-page for that, so each stretch is written by a separate call. The system serialises such calls per
-file, and contention costs more than the calls themselves. One thread therefore makes them, while
-others gather and compute checksums. For the same reason only a few threads compute checksums.
+Short runs are first gathered, on several cores, into contiguous stretches of the file. The checksum
+of a stretch is computed while its bytes are in the processor's cache, and then it is written.
+
+If this part of the file was written recently, its pages are in memory. One call then writes
+hundreds of stretches, and several cores make such calls in parallel. Otherwise such a call would
+have to prepare or read every page first, so each stretch is written by a separate call. The system
+serialises these separate calls per file, and contention costs more than the calls themselves. One
+thread therefore makes them, while others gather and compute checksums. For the same reason only a
+few threads compute checksums.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ _REGION = 1 << 20
 _STILL_DIRTY = 15.0
 """Seconds for which written pages are assumed to be dirty. The system's default is 30."""
 _SUMMING, _SUMMING_FAST = 4, 2
-"""Number of threads that compute checksums: fewer if these are so fast that the GIL limits them."""
+"""Number of threads that compute checksums: usually, and if a fast CRC-32 is available."""
 
 
 class PieceWriter:
     """Writes pieces to a file. Thread-safe."""
 
     def __init__(self, file: int, nbytes: int, mapped: FileMap | None, rooms: Rooms) -> None:
-        """Write to an open file of `nbytes` bytes. Pass mapped=None if the tier is durable."""
+        """Write to an open file of `nbytes` bytes. Pass None as `mapped` if the tier is durable."""
         self._file, self._map, self._rooms = file, mapped, rooms
         self._written = np.full(1 + nbytes // _REGION, -np.inf)
         """The time of the last write to each region."""

@@ -9,8 +9,8 @@ A record contains the key, the tokens, the checksum and the sequence number of i
 digest of the record itself. A record of zeros means that the block is empty. A record is cleared
 before its block is written to, and written after all bytes of the block are stored. The process
 may therefore die at any point: a block is complete or absent. A record is trusted only after its
-digest and the block's checksum have been verified. Nothing else in the file ever changes. Except
-for the id, the header follows from the plan, so a reader computes it again and compares.
+digest and the block's checksum have been verified. Nothing else in the file ever changes. A
+reader can compute every field of the header except the id from the plan, and compares them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def header(text: bytes, identity: bytes, extent: Extent) -> bytes:
 
 
 class HeaderFields(NamedTuple):
-    """The fields of the first page that do not follow from the plan."""
+    """The fields of the first page that cannot be computed from the plan alone."""
 
     version: int
     plan_bytes: int

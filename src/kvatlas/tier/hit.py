@@ -48,10 +48,10 @@ class Hit:
         carry: Carry | None = None,
         convert: Converting | None = None,
     ) -> None:
-        """Fetch the tokens into one rank's blocks, given in the form that `Route.bind` takes.
+        """Fetch the tokens into one rank's blocks. `Route.bind` describes the form of `blocks`.
 
-        If `start` is given, tokens before it are left unchanged. With `convert`, layers whose dtype
-        in the rank's cache differs are converted.
+        If `start` is given, tokens before it are left unchanged. With `convert`, a layer is
+        converted if its dtype in the tier differs from its dtype in the rank's cache.
         """
         storage = self._storage
         with storage.using():

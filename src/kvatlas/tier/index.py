@@ -304,10 +304,10 @@ class BlockIndex:
         brought: dict[Any, Delivery] | None,
         sums: PartSums | None = None,
     ) -> list[TierBlock]:
-        """Record that a rank has written its bytes, or has failed if `brought` is None.
+        """Record that a rank has written its bytes. `brought` is None if the rank has failed.
 
         Returns the blocks that are now complete. They are pinned, have a sequence number, and must
-        be passed to `settle`. `sums` are the rank's contributions to their checksums.
+        be passed to `settle`. `sums` are the rank's contributions to block checksums.
         """
         ready = []
         with self.lock:
@@ -378,7 +378,7 @@ class BlockIndex:
         return self._free[pool].pop()
 
     def _check_cleared(self, pool: int, block_id: int) -> None:
-        """Raise the stored error if the record of this dropped block could not be cleared."""
+        """Raise an error if the last attempt to clear the record of this block has failed."""
         if (pool, block_id) in self._uncleared:
             raise self._uncleared[pool, block_id][1]
 

@@ -26,6 +26,7 @@ from kvatlas.planning import Plan
 from kvatlas.planning.plans import checked_plan
 from kvatlas.routing import Copy, route
 from kvatlas.tier.request_blocks import NeededBlock, TierSpans
+from kvatlas.tier.row_kinds import refuse_rings
 
 Shape = tuple[Any, ...]
 Ranges = tuple[Int64s, Int64s]
@@ -40,11 +41,13 @@ APART = 2
 class Delivery(NamedTuple):
     """The byte ranges of a block that one rank writes, and those that all ranks must write.
 
-    They are `brought` and `needed`, each as arrays of starts and lengths.
+    Ranges are a pair of arrays: starts and lengths in bytes.
     """
 
     brought: Ranges
+    """The ranges that this rank writes."""
     needed: Ranges
+    """The ranges that all ranks together must write."""
 
 
 class Ingest:
@@ -63,7 +66,7 @@ class Ingest:
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """The ranks that must store. The other ranks hold only replicas of their data."""
+        """The ranks that must store their parts. All others hold only replicas of these parts."""
         return self.route.sources(0)
 
     def copies(
@@ -71,7 +74,8 @@ class Ingest:
     ) -> tuple[list[Copy], dict[Shape, Delivery]]:
         """Return the copies from a rank into the tier's blocks, whose ids are in `ids`.
 
-        Also returns, by `NeededBlock.shape`, the byte ranges that the rank contributes to a block.
+        Also returns a `Delivery` for each `NeededBlock.shape`: the rank writes the same byte ranges
+        of all blocks that have this shape.
         """
         with self._lock:
             tables, numbers = self._number(*tokens)
@@ -107,7 +111,7 @@ class Ingest:
     def deliveries(
         self, rank: int, blocks: Any, tokens: tuple[int, int], needs: Iterable[NeededBlock]
     ) -> dict[Shape, Delivery]:
-        """Return, by `NeededBlock.shape`, the byte ranges that a rank contributes to a block."""
+        """Return, for each `NeededBlock.shape`, the bytes that a rank writes to such a block."""
         with self._lock:
             needs = list(needs)
             if all((rank, need.shape) in self._known for need in needs):
@@ -117,7 +121,7 @@ class Ingest:
             return self._deliveries(rank, needs, lambda: bind().copies, tables, tokens)
 
     def whole(self, shape: Shape, deliveries: Mapping[int, Delivery]) -> bool:
-        """Return whether the deliveries, by rank, cover every byte that a block needs."""
+        """Return whether the ranks' deliveries cover every byte that a block of `shape` needs."""
         ranks = frozenset(deliveries)
         with self._lock:
             if (shape, ranks) not in self._whole:
@@ -131,7 +135,7 @@ class Ingest:
     def _number(self, start: int, stop: int) -> tuple[dict[int, Int64s], dict[int, list[Any]]]:
         """Return a block table of placeholder numbers for each group.
 
-        Also returns, by pool, the (group, table entry) that each number stands for.
+        Also returns, for each pool, a list: item n is the (group, table entry) of number n.
         """
         tables: dict[int, Int64s] = {}
         numbers: dict[int, list[Any]] = {pool: [] for pool in self.block_bytes}
@@ -172,10 +176,10 @@ class Ingest:
         tables: dict[int, Int64s],
         tokens: tuple[int, int],
     ) -> dict[Shape, Delivery]:
-        """Return, by `NeededBlock.shape`, which bytes of a block are contributed and needed.
+        """Return a `Delivery` for each `NeededBlock.shape` in `needs`.
 
-        `Delivery.brought` are the byte ranges that the rank contributes, and `Delivery.needed`
-        those that the block needs from all ranks.
+        Deliveries are cached. For shapes that were not seen before, `written` must return the
+        copies from the rank to the placeholder numbers in `tables`.
         """
         shapes = {need.shape: need for need in needs}
         unknown = [need for shape, need in shapes.items() if (rank, shape) not in self._known]
@@ -216,7 +220,7 @@ def _ends(rank: int, blocks: Any, tables: Any, tokens: tuple[int, int]) -> dict[
 
 
 def _targets(ids: Mapping[NeededBlock, int], numbers: Mapping[int, list[Any]]) -> dict[int, Int64s]:
-    """Return, by pool, the block id for each placeholder number; -1 if it has none."""
+    """Return, for each pool, an array with the block id of each placeholder number, or -1."""
     placed = {(need.group, need.entry): block_id for need, block_id in ids.items()}
     return {
         pool: np.array([placed.get(place, -1) for place in places], dtype=np.int64)
@@ -225,7 +229,7 @@ def _targets(ids: Mapping[NeededBlock, int], numbers: Mapping[int, list[Any]]) -
 
 
 def with_room(plan: Plan) -> Plan:
-    """Return a tier's plan with enough blocks for the placeholder numbers of any request."""
+    """Return a copy of `plan` with enough blocks for the placeholder numbers of any request."""
     pools = []
     for pool in plan.pools:
         blocks = sum(
@@ -239,8 +243,9 @@ def with_room(plan: Plan) -> Plan:
 
 
 def check_tier_plan(plan: Plan) -> None:
-    """Raise an error if a plan has several ranks or blocks that are not contiguous."""
+    """Raise an error if a plan has several ranks, blocks that are not contiguous, or rings."""
     sizes = {pool.index: pool.block_bytes for pool in checked_plan(plan).pools}
+    refuse_rings(layer for region in plan.regions for layer in region.layers)
     in_one_piece = all(
         Layout(region.layout).block_outermost
         and region.block_stride == sizes[plan.groups[region.group].pool]
@@ -251,6 +256,8 @@ def check_tier_plan(plan: Plan) -> None:
         got = f"tp={plan.tp}, pp={plan.pp}, dcp={plan.dcp}"
         hint = "Make the tier's plan with tp=1, pp=1 and dcp=1"
         raise AtlasError(Code.BAD_PLAN, problem, got=got, hint=hint)
+    for layer in plan.layers:
+        plan.placement(layer)  # raises an error if the fields are stored apart
     if not in_one_piece:
         problem = "The plan of a tier must have contiguous blocks"
         hint = 'Make the plan with a layout that begins with B, such as layout="BLHNC"'

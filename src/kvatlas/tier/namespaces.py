@@ -65,7 +65,7 @@ class RowName(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The part of object names, after the namespace, that all objects of this row share."""
+        """The part after the namespace that the names of all objects of this row share."""
         return f"{self.place}/{self.group}.{self.cover.first}-{self.cover.stop}"
 
     @property
@@ -206,7 +206,7 @@ def parse_name(name: str) -> ObjectName | None:
 
 
 def row_digest(name: str) -> bytes:
-    """Return the digest of a row name, which the header of each of its objects contains."""
+    """Return the digest of a row name. The headers of all objects of the row contain it."""
     return _digest(name.encode())
 
 

@@ -62,7 +62,7 @@ def open_tier(
 
     - `"memory"`: host memory of this process, `memory` bytes.
     - a path: a file. A new file takes `memory` bytes; an existing file keeps its plan. Only this
-      process may open it, or any number of processes on this host if `shared`.
+      process may open it; with `shared`, any number of processes on this host may open it.
     - `"mooncake://host:port?metrics=host:9003&segment=4GiB"`: Mooncake Store.
     - `"s3://bucket/prefix?region=eu-west-1"`, `gs://`, `az://`: a bucket.
     - `"redis://host:6379/0"`: Redis or Valkey.
@@ -144,7 +144,7 @@ def other_rows(
 
 
 def stored_as(model: Model, convert: Converting) -> Model:
-    """Return the model with the source dtype of a conversion as its cache dtype."""
+    """Return a copy of `model` whose cache dtype is the source dtype of `convert`."""
     check_converting(convert)
     pairs = parse_conversion(convert.name)
     if len(pairs) > 1:
@@ -196,7 +196,9 @@ def _open_file(path: Path, made: Plan, shared: bool) -> Tier | TierClient:
 
 
 def is_store(where: str | Path) -> bool:
-    """Return whether an address is that of an object store, whose rows name the model's weights.
+    """Return whether an address is that of an object store.
+
+    Object names in a store include the identity of the model's weights, so keys need not.
 
     >>> is_store("mooncake://10.0.0.1:50051"), is_store("/var/cache/prefixes.tier")
     (True, False)
@@ -241,7 +243,7 @@ def open_store(where: str, *, create: bool = True, **instead: Any) -> ObjectStor
 
 
 def _encrypted(where: str, create: bool, about: dict[str, Any]) -> ObjectStore:
-    """Open a store whose objects are encrypted with the keys in the folder `keys`."""
+    """Open a store and encrypt its objects with the keys in the folder `about["keys"]`."""
     if where.startswith("mooncake:"):
         problem = "Mooncake Store reads registered memory, so its objects cannot be encrypted"
         hint = "Remove keys=, or use folder:///path"

@@ -1,4 +1,4 @@
-"""The CRC-32 of a block from those of its parts, which several ranks write in any order.
+"""Compute the CRC-32 of a block from parts that several ranks write in any order.
 
 A CRC is the remainder of a polynomial, and the remainder of a sum is the sum of the
 remainders. So each stretch of a block adds a term, which depends only on its bytes and on how many
@@ -40,7 +40,7 @@ class PartSum(NamedTuple):
 
 
 class SummedStretches(NamedTuple):
-    """Contiguous ranges of a pool that were written, with CRC-32s of initial value `START`."""
+    """Written ranges of a pool, and the CRC-32 of each, computed with initial value `START`."""
 
     start: Int64s
     nbytes: Int64s
@@ -74,7 +74,7 @@ def part_sums(
 
 
 def block_checksum(parts: Iterable[PartSum], block_bytes: int) -> int | None:
-    """Return the CRC-32 of a block from disjoint parts, or None if they do not cover it."""
+    """Return the CRC-32 of a block from disjoint parts, or None if parts are missing."""
     term, total = _start(block_bytes), 0
     for part in parts:
         term, total = term ^ part.term, total + part.nbytes
@@ -88,9 +88,10 @@ def _start(nbytes: int) -> int:
 
 
 def _moved(remainders: Words, after: Int64s) -> Words:
-    """Append `after[i]` zero bytes to the data of CRC-32 remainder i, for each i.
+    """Return CRC-32 remainders of data to which zero bytes are appended.
 
-    Returns the new remainders.
+    `remainders` are those of the data without the zeros. `after[i]` zero bytes are appended to the
+    data of remainder i.
     """
     distances, which = np.unique(after, return_inverse=True)
     if len(distances) <= _MOST_TABLES:
@@ -144,7 +145,7 @@ def _zeros(power: int) -> Words:
 
 
 def _look_up_each(tables: Words, which: Int64s, values: Words) -> Words:
-    """Append zero bytes to each CRC-32 remainder i with the lookup table `tables[which[i]]`."""
+    """Append zero bytes to each CRC-32 remainder `values[i]` with table `tables[which[i]]`."""
     entries, first = tables.reshape(-1), which * _BYTES.size
     looked_up: Words = entries[first + (values & 255)]
     for row in (1, 2, 3):

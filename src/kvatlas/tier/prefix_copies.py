@@ -1,4 +1,4 @@
-"""`PrefixCopies`: copies of prefixes to other stores that end when the tier is closed."""
+"""`PrefixCopies`: copies of prefixes to other stores. Closing the tier cancels them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvatlas.tier.stores import ObjectStore
 
 
 class PrefixCopies:
-    """The copies of a tier that are under way, each in the thread of its caller."""
+    """The prefix copies that a tier has in flight, each in the thread of its caller."""
 
     def __init__(self) -> None:
         self._under_way, self._closing = 0, False

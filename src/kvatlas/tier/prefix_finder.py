@@ -32,7 +32,7 @@ _SECONDS = 2.0
 
 
 class StoredPrefix(NamedTuple):
-    """The result of a search for a request's prefix in a tier, in tokens."""
+    """The result of a search for a request's prefix in a tier. Lengths are in tokens."""
 
     tokens: int
     """Length of the longest prefix from which all layers can continue."""
@@ -43,8 +43,8 @@ class StoredPrefix(NamedTuple):
 class PrefixFinder:
     """Find prefixes of requests in a tier, for one identity of a model and its weights.
 
-    A store includes the identity in its object names. For a tier in a file or in memory, it is
-    part of the keys, so pass it here.
+    A store includes the identity in its object names. For a tier in a file or in memory, the
+    identity is part of the keys, so pass it here.
 
     >>> import numpy as np
     >>> from kvatlas.planning import plan
@@ -109,7 +109,7 @@ class PrefixFinder:
         return self.search(chain).tokens
 
     def search(self, chain: PrefixChain) -> StoredPrefix:
-        """Return the longest stored prefix, and the longest that full attention has."""
+        """Find the longest stored prefix of a request."""
         attention, groups = 0, self.tier.plan.groups
         if self.partial:
             until, found = time.monotonic() + _SECONDS, 0
@@ -132,9 +132,10 @@ class PrefixFinder:
         return StoredPrefix(found, max(attention, 0 if self.partial else found))
 
     def _longest_end(self, asked: _Ends, ends: range, until: float) -> int:
-        """Return the first of `ends` at which a stored prefix of one cache dtype ends.
+        """Return the first token count in `ends` at which a stored prefix of the request ends.
 
-        If there is none, or none was found at the time `until`, return the stop of `ends`.
+        `asked` contains the request's keys and selects the rows of one cache dtype. If there is no
+        such token count, or none was found before the time `until`, return `ends.stop`.
         """
         for stop in self._ends(asked, ends, until):
             if self.tier.match(asked.chain.keys(stop), stop) == stop:
@@ -142,7 +143,11 @@ class PrefixFinder:
         return ends.stop
 
     def _ends(self, asked: _Ends, ends: range, until: float) -> Iterator[int]:
-        """Yield token counts of `ends` at which a stored prefix may end."""
+        """Yield the token counts in `ends` at which a stored block of one group ends.
+
+        Other groups may lack such a block, so the caller must check. The search stops at the time
+        `until`, or after a few candidates.
+        """
         tried, beyond = 0, ends.stop
         for last in ends[::_AT_ONCE]:
             stops = range(last, max(beyond, last - _AT_ONCE), -1)
@@ -155,7 +160,7 @@ class PrefixFinder:
                 return
 
     def _farthest(self, asked: _Ends, until: float) -> int:
-        """Return an upper bound for the prefix length, from a group that stores all tokens."""
+        """Return an upper bound of the prefix length, from a group that stores every token."""
         count = asked.chain.count
         if self._keeping is None:
             return count

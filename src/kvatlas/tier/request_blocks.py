@@ -110,10 +110,11 @@ class TierSpans:
             yield NeededBlock(group, entry, _at(keys, entry), cover, (group, where, covers))
 
     def covers_at_end(self, group: int, stop: int) -> set[Cover]:
-        """Return the covers that the last block of a request of `stop` tokens may have.
+        """Return the covers (ranges of tokens) that the last block of a request may have.
 
-        There are up to two: the block from its first token on, and the block from the beginning of
-        a sliding window on.
+        The request has `stop` tokens. The stored part of its last block begins at the block's first
+        token or, if a sliding window begins inside the block, possibly at the first token of the
+        window.
         """
         if self.recurrent(group):
             return {Cover(0, stop)}

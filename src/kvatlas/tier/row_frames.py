@@ -76,10 +76,11 @@ class RowFrame:
         return self._objects[index]
 
     def moved(self, copy: Copy, end: End, begin: Int64s | int, to: Int64s | int) -> Copy:
-        """Translate the source or destination offsets (`end`) of a copy from rows to staged rows.
+        """Translate offsets of a copy from rows to staged rows.
 
-        `begin` is the offset of the row that a run is in, and `to` the offset of the same row in
-        staging memory. Both have one element per run, or are one integer for all runs.
+        `end` selects the source or the destination offsets. `begin` is the offset of the row that a
+        run is in, and `to` the offset of the same row in staging memory. Both have one element per
+        run, or are one integer for all runs.
         """
         within = (copy.source if end == "source" else copy.destination) - begin
         stretch = np.searchsorted(self._starts, within, "right") - 1
@@ -97,8 +98,8 @@ class RowFrame:
         """Translate a copy with several starts like `moved`, without expanding it if possible.
 
         `within` contains, for each span, its offset in its row and its length. Returns one copy for
-        all spans with equal offset and length. It is expanded to single runs only if one of its
-        runs crosses objects.
+        each distinct pair of offset and length. Such a copy is expanded to single runs only if one
+        of its runs crosses from one object into another.
         """
         other = grid.destination if end == "source" else grid.source
         to = np.full(len(other), to) if isinstance(to, int) else to
@@ -121,7 +122,7 @@ class RowFrame:
         return moved
 
     def _starts_at(self, starts: Starts, end: End, begin: int, length: int) -> FramedStarts:
-        """Translate the starts of a copy at `end` to offsets in a staged row.
+        """Translate the source or destination starts of a copy to offsets in a staged row.
 
         `begin` is the offset of a span in its row, and `length` its length. Raises an error unless
         the destination offsets of `starts` are ascending, as a route provides them.

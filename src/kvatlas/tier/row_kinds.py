@@ -16,9 +16,10 @@ from typing import Any
 
 import msgspec
 
+from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Field, FieldAxis, Page
 from kvatlas.models import Layer
-from kvatlas.specs import Spec
+from kvatlas.specs import Ring, Spec
 from kvatlas.specs.identity import without_packing
 
 _CANONICAL = {"align": 1}
@@ -40,7 +41,7 @@ class RowField(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowKind(msgspec.Struct, frozen=True, kw_only=True):
-    """The caches of a model whose rows have the same heads, fields and formats.
+    """A set of a model's caches. All their rows have the same heads, fields and formats.
 
     >>> from kvatlas.models import Model
     >>> (kind,) = row_kinds(Model.load("Qwen3-8B").layers)
@@ -62,7 +63,7 @@ class RowKind(msgspec.Struct, frozen=True, kw_only=True):
     fields of each plane. The fields of a plane are adjacent in each state."""
 
     def to_data(self) -> Any:
-        """Return the kind as JSON values, as marks contain it."""
+        """Return the kind as JSON values, which the marks of a namespace contain."""
         return msgspec.to_builtins(self, order="sorted")
 
     def sort_key(self) -> tuple[Any, ...]:
@@ -73,7 +74,7 @@ class RowKind(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def canonical_spec(spec: Spec) -> Spec:
-    """Return the spec of a cache as rows store it: default packing, no padding, scales in cells.
+    """Return a copy of `spec` as used in rows: default packing, no padding, scales in cells.
 
     >>> from kvatlas.specs import FullAttention
     >>> canonical_spec(FullAttention(heads=8, head_dim=64, packing="planes")).packed_as
@@ -87,12 +88,24 @@ def canonical_spec(spec: Spec) -> Spec:
 
 
 def row_kinds(layers: Iterable[Layer]) -> tuple[RowKind, ...]:
-    """Return the kinds of caches that a model has, in the order of their numbers in names."""
+    """Return the row kinds of a model. Object names contain the index of a kind in this order."""
     return tuple(kind for kind, _ in layers_by_kind(layers))
 
 
+def refuse_rings(layers: Iterable[Layer]) -> None:
+    """Raise an error if a layer stores tokens in a ring, where later tokens overwrite them."""
+    ring = next((layer for layer in layers if isinstance(layer.spec, Ring)), None)
+    if ring is not None:
+        raise AtlasError(
+            Code.BAD_PLAN,
+            "A tier cannot store models with rings, whose rows are overwritten by later tokens",
+            got=f"{ring.name} with a ring of {ring.spec.visibility.chunk} tokens per group",
+            hint="Serve this model without a tier; transfers between engines support it",
+        )
+
+
 def layers_by_kind(layers: Iterable[Layer]) -> list[tuple[RowKind, tuple[Layer, ...]]]:
-    """Return each kind with its layers in the order of a row, and with canonical specs."""
+    """Return (kind, layers) of each kind. The layers are in row order, with canonical specs."""
     found: dict[bytes, list[Layer]] = {}
     described: dict[Spec, RowKind] = {}
     for layer in sorted(layers, key=lambda one: (one.index, one.name)):
@@ -115,7 +128,7 @@ def span_of(kinds: Iterable[RowKind], span: int) -> int:
 
 
 def _described(spec: Spec) -> RowKind:
-    """Describe the caches of a spec. The layers are left out."""
+    """Return the kind of the caches of a spec. Its `layers` are empty."""
     per_state = spec.tokens_per_state or 0
     page = spec.page(2 * per_state or 1)
     seen = spec.visibility
@@ -129,7 +142,7 @@ def _described(spec: Spec) -> RowKind:
 
 
 def _head_groups(page: Page) -> list[list[Field]]:
-    """Return the fields of a page, divided by the head at which they start."""
+    """Group the fields of a page by the head at which they start."""
     groups: dict[int, list[Field]] = {}
     for field in page.fields:
         groups.setdefault(field.head, []).append(field)
@@ -149,7 +162,6 @@ def _planes(fields: list[Field]) -> tuple[tuple[RowField, ...], ...]:
 
 
 def _inner(field: Field) -> tuple[FieldAxis, ...]:
-    """Return the axes of a field within one state of one head."""
     return tuple(axis for axis in field.axes if axis.name != "N" and axis.along != "H")
 
 

@@ -76,7 +76,7 @@ class RowLookup:
 
 
 class Asked:
-    """The results of the lookups of one search: which rows exist."""
+    """Records which rows exist, from all lookups of one search."""
 
     def __init__(self, traffic: RowTraffic, spans: TierSpans, deadline: Deadline) -> None:
         self._traffic, self._spans, self._deadline = traffic, spans, deadline
@@ -104,7 +104,7 @@ class Asked:
         return self._traffic.present(rows, self._deadline)
 
     def _candidates(self, need: NeededBlock) -> list[RowName]:
-        """Return rows that can serve `need`: with the whole block, or exactly the needed tokens."""
+        """Return rows that can serve `need`: rows of the whole block, or of just its tokens."""
         if need.key is None:
             return []
         exact = RowName(need.group, need.key, need.cover)

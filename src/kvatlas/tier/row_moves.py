@@ -20,7 +20,7 @@ from kvatlas.tier.storage import Read, TierStorage
 
 
 class RowMoves(Protocol):
-    """Moves rows of a tier into one rank's pools, and selects the objects that it needs."""
+    """Moves rows of a tier into one rank's pools, and selects the objects that the rank needs."""
 
     def objects(self, need: NeededBlock) -> list[int]:
         """Return the indices of the objects of row `need` that the rank needs."""

@@ -14,7 +14,7 @@ from kvatlas.tier.request_blocks import NeededBlock
 
 
 class RowNumbers:
-    """A placeholder block id for each row that a request needs. Each pool counts separately."""
+    """A placeholder block id for each row that a request needs, unique within a pool."""
 
     def __init__(self, plan: Plan, needs: Iterable[NeededBlock]) -> None:
         self._groups = plan.groups

@@ -1,11 +1,11 @@
 """Cut the rows of a tier into objects, in the same way for all writers and readers.
 
-A row is one block of the tier's plan. It is cut by the ranks that would hold its bytes if the
+A row is one block of the tier's plan. The cut depends on which ranks would hold its bytes if the
 model were distributed over `shards` tensor-parallel ranks and `stages` pipeline stages: bytes
 that the same ranks hold form one object, and padding belongs to the object of the bytes before it.
-A rank of any tp that divides `shards` therefore holds
-only whole objects. Bytes that all ranks replicate (the latents of MLA) form one object. The cut
-depends only on the plan and these two numbers, so all rows of a group are cut in the same way.
+A rank of any tp that divides `shards` therefore holds only whole objects. Bytes that all ranks
+replicate (the latents of MLA) form one object. The cut depends only on the plan and these two
+numbers, so all rows of a group are cut in the same way.
 """
 
 from __future__ import annotations
@@ -35,16 +35,18 @@ Ranges = tuple[Int64s, Int64s]
 
 
 class RowShare(NamedTuple):
-    """Indices of the objects of a row that a rank writes: `whole` completely, `partly` in part."""
+    """The indices of the objects of a row that a rank writes."""
 
     whole: tuple[int, ...]
+    """Objects of which the rank writes all needed bytes."""
     partly: tuple[int, ...]
+    """Objects of which the rank writes only some of the needed bytes."""
     filled: bool
     """Whether the rank fills its whole objects completely, including bytes that are not needed."""
 
 
 class GroupObjects:
-    """How the rows of one group are cut into objects: the byte ranges of a row in each object."""
+    """How the rows of one group are cut: the byte ranges of a row that form each object."""
 
     def __init__(self, held: list[Ranges], nbytes: int) -> None:
         """Cut rows of `nbytes` bytes. `held` are the byte ranges of each object, without padding.

@@ -41,8 +41,8 @@ class _Grouped(NamedTuple):
 class RowRuns:
     """The runs of copies between a rank's pools and rows, grouped by row.
 
-    `end` is "source" or "destination", whichever end of the copies is in rows. At that end, the
-    copies contain the placeholder block ids of `numbered`.
+    `end` is "source" if the copies read rows, or "destination" if they write rows. The copies
+    address rows by the placeholder block ids of `numbered`.
     """
 
     def __init__(self, copies: Iterable[Copy], end: End, numbered: RowNumbers) -> None:

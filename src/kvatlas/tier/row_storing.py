@@ -29,7 +29,11 @@ _AHEAD = 3
 
 
 class BoundStore(NamedTuple):
-    """A rank's part of a store operation: runs, objects by `NeededBlock.shape`, and how to copy."""
+    """One rank's part of a store operation, ready to be executed.
+
+    `runs` are the copies from the rank's pools. `shares` contains, for each `NeededBlock.shape`,
+    the objects that the rank writes. `write` executes copies into the staging memory `storage`.
+    """
 
     runs: RowRuns
     shares: Mapping[Any, RowShare]
@@ -107,8 +111,10 @@ class RowStoring:
         return under_way, no_room
 
     def _share(self, group: int, brought: Any, needed: Any) -> RowShare:
-        """Return which objects the rank writes in rows of this group with these byte ranges.
+        """Return which objects the rank writes in the rows of a group.
 
+        `brought` are the byte ranges of a row that the rank writes, and `needed` those that all
+        ranks must write.
         Raises an error if the rank holds only a part of an object.
         """
         cut = self._traffic.names.cut
@@ -119,7 +125,7 @@ class RowStoring:
             problem = "A rank of this topology holds only a part of some objects of the tier"
             got = f"tp={source.tp}, pp={source.pp}, dcp={source.dcp} for a tier with "
             got += f"shards={cut.shards}, stages={cut.stages}"
-            hint = f"In all engines, open the tier with shards= a multiple of {source.tp} and "
-            hint += f"stages={source.pp}"
+            hint = f"In all engines, open the tier with `shards` set to a multiple of {source.tp} "
+            hint += f"and `stages` to {source.pp}"
             raise AtlasError(Code.BAD_TOPOLOGY, problem, got=got, hint=hint)
         return share

@@ -98,7 +98,7 @@ class RowTraffic:
         return [whole for whole, _ in self._present(names, deadline)]
 
     def know_shares(self, ingest: int, rank: int, shares: Mapping[Any, RowShare]) -> None:
-        """Record which objects of a row a rank contributes, by `NeededBlock.shape`."""
+        """Record, for each `NeededBlock.shape`, the objects that a rank writes to such rows."""
         if len(self._shares) > _REMEMBERED:
             self._shares.clear()
         for shape, share in shares.items():
@@ -135,7 +135,7 @@ class RowTraffic:
         return "absent"
 
     def mark(self) -> Future[None] | None:
-        """Start writing this namespace's marks. Return None if they are written or in flight."""
+        """Start writing this namespace's marks. Return None if a recent write suffices."""
         under_way = self._marking is not None and not self._marking.done()
         if under_way or time.monotonic() < self._marked_until:
             return None

@@ -86,10 +86,10 @@ class TierStorage:
     ) -> tuple[PartSums, dict[Shape, Delivery]]:
         """Copy a rank's part of a request from its pools into the tier.
 
-        Returns the contributions to block checksums that are known, and, by `NeededBlock.shape`,
-        the byte ranges that the rank has contributed to a block. If possible, copies use spans and
-        starts instead of single runs (see `Copy.starts`): for a tier in memory, and for a file that
-        is written in long contiguous ranges.
+        Returns the known contributions to block checksums, and a `Delivery` for each
+        `NeededBlock.shape`: the byte ranges that the rank writes to such a block. The copies use
+        spans and starts instead of single runs (see `Copy.starts`) if the tier is in memory, or if
+        its file is written in long contiguous ranges.
         """
         file, rank = self._file, about[0]
         if not is_on_gpu(pools):
@@ -229,7 +229,7 @@ class TierStorage:
                 self._file.commit(blocks)
 
     def damaged(self, blocks: Sequence[TierBlock]) -> list[TierBlock]:
-        """Return the blocks of a file whose checksum does not match."""
+        """Verify blocks and return the damaged ones. Only blocks in a file are verified."""
         if self._file is None:
             return []
         doubted = [block for block in blocks if self._verify_always or not block.verified]

@@ -102,7 +102,7 @@ class StoreCalls:
         except Exception as problem:
             got = f"{type(problem).__name__}: {problem}"
             hint = "Check that the store is running, and read its log"
-            text = "A call of the store failed"
+            text = "A call to the store failed"
             raise AtlasError(Code.WIRE_FAILED, text, got=got, hint=hint) from problem
 
     def close(self, deadline: Deadline) -> bool:

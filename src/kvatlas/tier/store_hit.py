@@ -64,10 +64,11 @@ class StoreHit:
     ) -> None:
         """Fetch the tokens into one rank's blocks.
 
-        If `start` is given, tokens before it are left unchanged. With `convert`, layers whose dtype
-        in the rank's cache differs are converted. Rows are fetched in batches, and the next batches
-        are prefetched while one is copied. Each row is verified before it is copied. If a row
-        fails, some blocks may have been overwritten, and their tokens must be computed.
+        If `start` is given, tokens before it are left unchanged. With `convert`, a layer is
+        converted if its dtype in the tier differs from its dtype in the rank's cache. Rows are
+        fetched in batches, and the next batches are prefetched while one is copied. Each row is
+        verified before it is copied. If a row is damaged or missing, some blocks may have been
+        overwritten, and their tokens must be computed.
         """
         with self._storage.using():
             rank = checked_rank(plan, rank, "destination")

@@ -164,12 +164,12 @@ def copy_prefix(
 ) -> CopiedPrefix:
     """Copy the rows of a request's prefixes to another store, before they are requested.
 
-    These are the rows that end after a whole number of rows or after all `tokens`, for requests
-    with this salt and adapter. `tenant` and `namespace` are digests; by default, rows of all
-    namespaces are copied. Each object is verified before it is stored. Rows are copied in the order
-    of their tokens, and `progress` is called with the completed share. If `cancelled` returns true,
-    the copy ends after the current object. A later call continues, because objects that exist
-    are skipped.
+    A row is copied if it ends at a multiple of the row length or at the end of `tokens`, and
+    belongs to requests with this salt and LoRA adapter. `tenant` and `namespace` are digests; by
+    default, rows of all namespaces are copied. Each object is verified before it is stored. Rows
+    are copied in the order of their tokens, and `progress` is called with the completed share. If
+    `cancelled` returns true, the copy ends after the current object. A later call continues,
+    because objects that exist are skipped.
     """
     known = [(tenant, namespace)] if tenant and namespace else sorted(_rows(store))
     places = [one for one in known if tenant in ("", one[0]) and namespace in ("", one[1])]
@@ -198,7 +198,10 @@ def copy_prefix(
 def _names_of_prefix(
     store: ObjectStore, place: tuple[str, str], tokens: Sequence[int], **about: Any
 ) -> Iterator[str]:
-    """Yield the names of the marks of a tenant, and of objects of the prefixes of `tokens`."""
+    """Yield the names of a tenant's marks, and of the objects of all prefixes of `tokens`.
+
+    `place` is (tenant, namespace), both as digests.
+    """
     tenant, namespace = place
     known = _row_format(store, tenant, namespace)
     if known is None:
@@ -260,7 +263,7 @@ def _printable(name: str) -> str:
 
 
 def _rows(store: ObjectStore) -> dict[tuple[str, str], dict[str, list[str]]]:
-    """Return the names of objects by (tenant, namespace) and then by row."""
+    """Return the names of a store's objects, grouped by (tenant, namespace), then by row."""
     found: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in store.names(f"{ROOT}/"):
         about = parse_name(name)

@@ -97,16 +97,16 @@ class StoreTier:
     ) -> None:
         """Open a tier in a store, for the model of any plan.
 
-        The keys of all calls are those of `tier.plan`. A row has `span` tokens; by default, the
-        greatest common divisor of the plan's block sizes. Tiers with equal spans share rows.
+        All calls take keys that were computed for `tier.plan`. A row has `span` tokens; by default,
+        the greatest common divisor of the plan's block sizes. Tiers with equal spans share rows.
 
         Each call, including a whole fetch, takes at most `timeout` seconds. `staging` is the
         number of bytes for rows in flight. `shards` and `stages` determine how rows are cut into
         objects (see `RowObjects`) and must be the same in all engines that share rows.
 
-        With `other`, lookups also search rows of another cache dtype, and use them if they cover
-        more tokens. They are converted when they are fetched. New rows are always stored in the
-        tier's own dtype.
+        With `other`, lookups also search rows of another cache dtype. These are used if they cover
+        more tokens than rows of the tier's own dtype, and are converted when they are fetched. New
+        rows are always stored in the tier's own dtype.
         """
         plan = canonical_rows(plan, span=span)
         self.plan, self.timeout = plan, duration(timeout)
@@ -148,12 +148,12 @@ class StoreTier:
         keys: Keys,
         wait: bool = True,
     ) -> StoreResult:
-        """Store one rank's part of a request's tokens. Every rank of its plan must call this.
+        """Store one rank's part of a request's tokens. Every rank of `plan` must call this.
 
         The arguments are those of `Tier.store`. With `wait=False` the call returns as soon as the
         pools have been read. Rows in flight then count as `waiting`, and rows to which this rank
-        contributes nothing count as `whole`. `flush` waits for rows in flight. Rows for which the
-        store has no space, fails or times out count as `no_room`.
+        contributes nothing count as `whole`. `flush` waits for rows in flight. A row counts as
+        `no_room` if the store has no space for it, fails or times out.
         """
         with self._storage.using():
             with self._compiling:
@@ -305,8 +305,8 @@ class StoreTier:
     ) -> None:
         """Fetch tokens into a rank's blocks. Raises an error if the store lacks some of them.
 
-        With `convert`, layers whose dtype in the rank's cache differs are converted. If the fetch
-        fails halfway, some blocks have been overwritten.
+        With `convert`, a layer is converted if its dtype in the tier differs from its dtype in the
+        rank's cache. If the fetch fails halfway, some blocks have been overwritten.
         """
         _, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))
         with self.pin(keys, tokens) as hit:

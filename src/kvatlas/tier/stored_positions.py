@@ -21,11 +21,11 @@ FOR_STATES = "vllm-default"
 def stored_positions(
     policy: Checkpoints, *, step: int, prompt: int, hit: int, attention: int
 ) -> list[int]:
-    """Return the positions at which to store windows and states, in tokens and ascending.
+    """Return, in ascending order, the token positions at which to store windows and states.
 
-    `prompt` is the length of the prompt, of which the last token is always computed. `hit` is the
-    number of its leading tokens that need not be computed, and `attention` the number for which
-    the tier has the rows of full attention. Positions are multiples of `step`.
+    `prompt` is the number of tokens of the prompt; its last token is always computed. `hit` is the
+    number of leading tokens that need not be computed. `attention` is the number of leading tokens
+    for which the tier has the rows of full attention. Positions are multiples of `step`.
 
     >>> policy = checkpoint_policy("vllm-default+every-128")
     >>> stored_positions(policy, step=64, prompt=300, hit=0, attention=192)
@@ -40,5 +40,5 @@ def stored_positions(
 
 
 def default_policy(*, recurrent: bool) -> Checkpoints:
-    """Return the policy of a model with recurrent states, or of one with windows only."""
+    """Return the default policy. `recurrent` is true for models with recurrent states."""
     return checkpoint_policy(FOR_STATES if recurrent else FOR_WINDOWS)

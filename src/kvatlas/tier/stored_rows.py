@@ -87,9 +87,10 @@ class StoredRows:
     def remove(self, keys: Mapping[int, Sequence[bytes | None]]) -> int:
         """Remove the rows of keys, given by group, and return how many objects were removed.
 
-        A store that cannot remove by prefix compares all of its objects with a prefix. It is given
-        all names that an object can have instead, except for recurrent states, whose names contain
-        the length of the request.
+        Some stores can remove by prefix only by comparing the prefix with every object name. From
+        such a store, this removes all names that an object of the row can have. The exception are
+        recurrent states: their names contain the length of the request, so they are removed by
+        prefix.
         """
         store, names = self.traffic.store, self.namespace
         removed = 0
@@ -116,7 +117,7 @@ class StoredRows:
 def check_alike(plan: Plan, other: OtherRows) -> None:
     """Raise an error unless rows of `other` can be found by the keys of `plan` and converted.
 
-    They must have the same layers, groups and block sizes.
+    The two plans must have the same layers, groups and block sizes.
     """
     check_tier_plan(other.plan)
     mine, theirs = (

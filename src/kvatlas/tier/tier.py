@@ -122,7 +122,7 @@ class Tier:
         keys: Keys,
         carry: Carry | None = None,
     ) -> StoreResult:
-        """Store one rank's part of a request's tokens. Every rank of its plan must call this.
+        """Store one rank's part of a request's tokens. Every rank of `plan` must call this.
 
         `blocks` are the request's block ids in the rank's cache, in the form that `Route.bind`
         takes. `keys` contains a key or None for each block of the tier in token order, either one
@@ -194,7 +194,8 @@ class Tier:
     ) -> None:
         """Fetch tokens into a rank's blocks. Raises an error if the tier lacks some of them.
 
-        With `convert`, layers whose dtype in the rank's cache differs are converted.
+        With `convert`, a layer is converted if its dtype in the tier differs from its dtype in the
+        rank's cache.
         """
         _, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))
         with self.pin(keys, tokens) as hit:

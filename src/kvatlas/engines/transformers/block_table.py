@@ -1,9 +1,9 @@
 """Block tables: which blocks store the tokens of each sequence, for the layers of one group.
 
-Positions in a sequence count its stored tokens. Padding on the left is not stored, so the
-sequences of a batch may differ in length. The positions of padding are negative and have no
-slot. Beam search makes sequences share blocks copy-on-write: a block is copied, for all layers
-of its group, just before one of its owners writes to it.
+The position of a token is the number of stored tokens before it in its sequence. Padding on the
+left is not stored, so the sequences of a batch may differ in length. The positions of padding are
+negative and have no slot. Beam search makes sequences share blocks copy-on-write: a block is
+copied, for all layers of its group, just before one of its owners writes to it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class BlockTable:
         self._changed()
 
     def assign(self, blocks: list[int]) -> None:
-        """Set the blocks of the only sequence, as allocated by a `BlockPool`."""
+        """Set the blocks, which a `BlockPool` has allocated, of the only sequence of the batch."""
         self.sequences = [blocks]
         self._changed()
 
@@ -77,8 +77,8 @@ class BlockTable:
     def select(self, chosen: Sequence[int]) -> None:
         """Continue with the sequences `chosen`, in that order. A sequence may be chosen twice.
 
-        Attention blocks are shared until they are written to. Recurrent states are written at
-        every step, so a state that is chosen twice is copied immediately.
+        Attention blocks are shared until they are written to. Recurrent states are written at every
+        step, so the state of a sequence that is chosen twice is copied immediately.
         """
         old = self.sequences
         if self.reserve_blocks is not None:
@@ -174,7 +174,7 @@ class BlockTable:
         return step
 
     def slots(self, tokens: range, padding: Sequence[int]) -> Tensor:
-        """Return the slots of `tokens` as a tensor [sequences, tokens]; -1 if not stored."""
+        """Return the slots of `tokens` as a tensor [sequences, tokens]; -1 for unstored tokens."""
         if tokens not in self._slots:
             skipped = torch.tensor(padding, device=self.device).unsqueeze(1)
             positions = torch.arange(tokens.start, tokens.stop, device=self.device) - skipped

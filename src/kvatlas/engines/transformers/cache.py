@@ -139,9 +139,10 @@ class AtlasCache(TransformersCache):
         return [layer for layer in self.layers if isinstance(layer, PagedStateLayer)]
 
     def _groups_of(self, name: str) -> list[int]:
-        """Return the group indices of a layer's cache.
+        """Return the indices of the groups that store a layer's cache.
 
-        There is one for each part of the cache. Only a recurrent layer may have several parts.
+        The layer's cache may be split into parts, if the layer is recurrent. The result contains
+        the group of each part.
         """
         plan = self.plan
         return [plan.region_of(name, part)[0].group for part in range(plan.parts(name))]
@@ -174,7 +175,7 @@ class AtlasCache(TransformersCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> Pair:
-        """Store a layer's K and V of new tokens; return the K and V that its attention reads."""
+        """Store the K and V of new tokens in a layer; return the K and V that attention reads."""
         self.batch.settle()
         MASKED.set(None)
         layer = self.layers[layer_idx]
@@ -199,7 +200,7 @@ class AtlasCache(TransformersCache):
         return {group: list(table.sequences[sequence]) for group, table in enumerate(self._tables)}
 
     def adopt(self, tokens: int, sequences: int = 1) -> list[dict[int, list[int]]]:
-        """Begin a batch of sequences with `tokens` tokens each, whose cache the caller writes.
+        """Begin a batch of sequences of `tokens` tokens each; the caller then writes their caches.
 
         Returns the block ids of each sequence, by group index. The caller must fill these blocks
         before the model computes further tokens.
@@ -238,7 +239,7 @@ class AtlasCache(TransformersCache):
             layer.has_previous_state[0] = True
 
     def count_tokens(self, count: int) -> None:
-        """Count `count` more tokens per sequence, which a `DecodeGraph` has stored."""
+        """Record that a `DecodeGraph` has stored `count` more tokens of each sequence."""
         for layer in self._attention:
             layer.seen += count
 
@@ -297,7 +298,7 @@ class AtlasCache(TransformersCache):
 def _is_plain(spec: Spec) -> bool:
     """Return whether `PagedAttentionLayer` supports a spec.
 
-    It must store K and V, or one latent, of every token, without sink tokens.
+    The spec must store K and V, or one latent, for every token, and have no sink tokens.
     """
     sees = spec.visibility
     if isinstance(spec, LatentAttention):

@@ -184,7 +184,10 @@ class _CapturedStep:
         return self._graph is not None
 
     def run(self, ids: Tensor, positions: Tensor | None, start: int) -> Any:
-        """Allocate blocks for the tokens `ids`, at index `start` of each sequence. Run the step."""
+        """Run a decode step for the tokens `ids`, at index `start` of each sequence.
+
+        Blocks for these tokens are allocated first.
+        """
         padding = self._cache.batch.padding
         lengths = [start + 1 - skipped for skipped in padding]
         slots = [table.reserve_next(start, padding) for table in self._attention]

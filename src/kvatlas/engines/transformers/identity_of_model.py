@@ -1,4 +1,4 @@
-"""The cache identity of a transformers model, compared by nodes and by tiers."""
+"""Compute the identity of a transformers model's caches, and of the model's rows in a tier."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from typing import Any
 import torch
 
 from kvatlas.errors import AtlasError
+from kvatlas.geometry import DType
 from kvatlas.models import CacheIdentity, config_identity
+from kvatlas.models.row_identity import element_order, row_identity
+from kvatlas.planning import Plan
+from kvatlas.specs import Recurrent
 
 _SUMMED = 1 << 18
 """Number of 8-byte words that are added to one sum."""
@@ -22,17 +26,61 @@ _SAMPLED = 64
 def model_identity(model: Any) -> CacheIdentity:
     """Return the identity of a model's caches.
 
-    If the model was loaded from a local folder, its identity is that of the checkpoint, which
-    equals the identity that vLLM computes for it. If the model has an adapter, has weights that
-    differ from the files, or has no checkpoint, its identity is a digest of its tensors in memory.
+    If the model was loaded from a local folder, return the identity of the checkpoint in this
+    folder. vLLM computes an equal identity for this checkpoint, unless vLLM may store the elements
+    of K in another order. If the model has an adapter, has weights that differ from the files, or
+    has no checkpoint, return a digest of the tensors in memory instead.
+    """
+    found = _checkpoint_identity(model, whole=False)
+    return CacheIdentity(weights=loaded_weights(model)) if found is None else found
+
+
+def stored_identity(model: Any, plan: Plan) -> CacheIdentity:
+    """Return the identity of a model's rows in a tier. `plan` is the plan of its cache.
+
+    Another engine, such as vLLM, computes an equal identity if it stores equal rows. This requires
+    that the order of the elements in a row is known, that all tensors equal those of the
+    checkpoint, and that nothing is quantised. Otherwise the identity is a digest of the tensors in
+    memory.
+    """
+    order = _element_order(model)
+    found = _checkpoint_identity(model, whole=True) if order and _is_plain(plan) else None
+    if found is None or order is None:
+        return CacheIdentity(weights=loaded_weights(model))
+    dtype = DType.of(str(model.dtype).removeprefix("torch.")).name
+    return row_identity(found, elements=order, dtype=dtype)
+
+
+def _element_order(model: Any) -> str | None:
+    """Return the name of the order in which a model stores a row's elements; None if unknown."""
+    own = type(model).__module__.startswith("transformers.models.")
+    return element_order(model.config.to_dict()) if own else None
+
+
+def _is_plain(plan: Plan) -> bool:
+    """Return whether a plan stores K and V without quantisation."""
+    specs = [layer.spec for region in plan.regions for layer in region.layers]
+    return all(isinstance(one, Recurrent) or getattr(one, "cache", "") == "auto" for one in specs)
+
+
+def _checkpoint_identity(model: Any, *, whole: bool) -> CacheIdentity | None:
+    """Return the identity of a model's checkpoint; None if the model's weights may differ from it.
+
+    If `whole` is true, all tensors of the model are compared with the checkpoint. Otherwise tensors
+    that transformers renames or fuses at load time are not compared.
     """
     folder = Path(getattr(model.config, "_name_or_path", "") or "")
-    if folder.is_dir() and not getattr(model, "peft_config", None) and _is_loaded(model, folder):
-        try:
-            return CacheIdentity.of_checkpoint(folder, **_changed(model.config, folder))
-        except AtlasError:
-            pass  # The folder has no readable weights or config.
-    return CacheIdentity(weights=loaded_weights(model))
+    if not folder.is_dir() or getattr(model, "peft_config", None):
+        return None
+    if not _is_loaded(model, folder, whole=whole):
+        return None
+    changed = _changed(model.config, folder)
+    if _element_order(model) is None:
+        changed["elements"] = "transformers"
+    try:
+        return CacheIdentity.of_checkpoint(folder, **changed)
+    except AtlasError:
+        return None  # The folder has no readable weights or config.
 
 
 def _changed(config: Any, folder: Path) -> dict[str, Any]:
@@ -44,15 +92,17 @@ def _changed(config: Any, folder: Path) -> dict[str, Any]:
     return {f"changed {key}": value for key, value in mine.items() if value != files.get(key)}
 
 
-def _is_loaded(model: Any, folder: Path) -> bool:
-    """Return whether a model's tensors equal those in its checkpoint's files, judged by samples.
+def _is_loaded(model: Any, folder: Path, *, whole: bool) -> bool:
+    """Return whether a model's tensors equal those in its checkpoint's files.
 
-    Tensors that transformers renames or fuses at load time are not compared.
+    A tensor is compared with the tensor of the same name and shape in the files, by samples or, if
+    `whole` is true, completely. Tensors without such a tensor are not compared. If `whole` is true,
+    the result is false unless each tensor is compared, or shares the memory of one that is.
     """
     from safetensors import SafetensorError, safe_open
 
     state = model.state_dict()
-    compared = 0
+    compared: set[str] = set()
     try:
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
@@ -61,16 +111,19 @@ def _is_loaded(model: Any, folder: Path) -> bool:
                     stored = None if held is None else file.get_tensor(name)
                     if held is None or stored is None or stored.shape != held.shape:
                         continue
-                    compared += 1
-                    if not _same_samples(stored, held):
+                    compared.add(name)
+                    if not _are_equal(stored, held, whole=whole):
                         return False
     except (OSError, SafetensorError):
         return False
-    return compared > 0
+    known = {state[name].data_ptr() for name in compared}
+    rest = (tensor for name, tensor in state.items() if name not in compared)
+    return bool(compared) and (not whole or all(one.data_ptr() in known for one in rest))
 
 
-def _same_samples(stored: torch.Tensor, held: torch.Tensor) -> bool:
-    step = max(1, stored.numel() // _SAMPLED)
+def _are_equal(stored: torch.Tensor, held: torch.Tensor, *, whole: bool) -> bool:
+    """Return whether two tensors are equal, in all elements or in a sample of them."""
+    step = 1 if whole else max(1, stored.numel() // _SAMPLED)
     one, two = stored.flatten()[::step], held.detach().flatten()[::step]
     return torch.equal(one.to(two.dtype), two.cpu())
 

@@ -104,10 +104,11 @@ def page_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with `query` [batch, heads, tokens, D] over the pages of the last written layer.
+    """Attend with `query` [batch, heads, tokens, D] over the pages of the layer last written to.
 
-    Returns the output [batch, tokens, heads, Dv], and None instead of attention weights. If the
-    mask is None or not empty, it attends over `key` and `value` instead of the pages.
+    Returns the output [batch, tokens, heads, Dv], and None instead of attention weights. An empty
+    `attention_mask`, which `page_mask` returns, selects the pages. With any other mask, or without
+    a mask, the function attends over `key` and `value`.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     written = WRITTEN.get()

@@ -52,7 +52,7 @@ def make_plan(
 
 
 def _dtype(config: Any) -> str:
-    """Return the dtype that the model computes in, fp32 if its config does not specify one."""
+    """Return the dtype that the model computes in; fp32 if its config specifies none."""
     text = config.get_text_config(decoder=True)
     dtype = getattr(config, "dtype", None) or getattr(text, "dtype", None)
     return "fp32" if dtype is None else DType.of(str(dtype).removeprefix("torch.")).name

@@ -55,10 +55,10 @@ class PrefixReuse:
     30 tokens need not be computed
 
     With a `tier`, other processes and hosts can reuse the prefixes too. Pass an open tier, or an
-    address that `kvatlas.tier.open_tier` accepts; `options` are passed to `open_tier`. Prefixes
-    in the tier belong to `identity`; by default it is a digest of the model's current weights.
-    `events` is called with the prefixes of finished requests that the tier stores or evicts, like
-    the listener of a `BlockPool`.
+    address that `kvatlas.tier.open_tier` accepts; `options` are passed to `open_tier`. `identity`
+    identifies the model in the tier; by default it is a digest of the model's current weights. When
+    the tier stores or evicts prefixes of finished requests, `events` is called with these prefixes,
+    like the listener of a `BlockPool`.
     """
 
     def __init__(
@@ -170,7 +170,9 @@ class PrefixReuse:
         self._assign()
 
     def _load(self, tiered: TieredPrefixes, hit: int) -> tuple[int, list[int]]:
-        """Load tokens of the prompt from the tier, if it stores more than the pool's `hit` tokens.
+        """Load tokens of the prompt from the tier, if the tier stores more than `hit` tokens.
+
+        The pool stores the first `hit` tokens of the prompt.
 
         Return the number of leading prompt tokens that are cached now, and the positions at which
         to store windows and states in the tier.
@@ -184,7 +186,9 @@ class PrefixReuse:
         return hit, tiered.positions(until, hit, found.attention)
 
     def _loaded(self, tiered: TieredPrefixes, chain: PrefixChain, hit: int, found: int) -> int:
-        """Load `found` tokens from the tier, of which the pool has `hit`.
+        """Load the first `found` tokens of the prompt from the tier.
+
+        The first `hit` of these tokens are in the pool already and are not loaded.
 
         Return the number of leading prompt tokens that are cached now.
         """
@@ -227,7 +231,7 @@ class PrefixReuse:
     def _reserve(self, tokens: int) -> None:
         """Reserve blocks for the request's first `tokens` tokens.
 
-        Also zero blocks and copy blocks where the pool requests it.
+        The pool may require that some of them are zeroed or copied. This function does both.
         """
         if tokens <= self._reserved:
             return
@@ -253,11 +257,11 @@ class PrefixReuse:
 
 
 def _check_goes_on(model: Any) -> None:
-    """Raise an error if the model ignores its recurrent states in a call with several tokens.
+    """Raise an error if a call with several tokens ignores the model's recurrent states.
 
-    Some models of transformers ignore them silently (Jamba, Bamba). To detect this, the function
-    runs a few tokens in one call and in two calls on transformers' own cache. It then compares the
-    logits.
+    Some models of transformers ignore these states silently (Jamba, Bamba). To detect this, the
+    function runs a few tokens in one call and in two calls on transformers' own cache. It then
+    compares the logits.
     """
     ids = torch.arange(1, 13, device=model.device).unsqueeze(0)
     cache = DynamicCache(config=model.config)
@@ -270,6 +274,7 @@ def _check_goes_on(model: Any) -> None:
         raise AtlasError(
             Code.ENGINE_REFUSES,
             "This model ignores its stored recurrent states when it is called with several tokens",
-            got=f"{type(model).__name__}, whose logits then differ by {float(apart):.0%}",
+            got=f"{type(model).__name__}: logits change by {float(apart):.0%} if the same tokens "
+            "are passed in two calls instead of one",
             hint="Run it on an AtlasCache without PrefixReuse",
         )

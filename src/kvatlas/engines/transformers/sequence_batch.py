@@ -13,7 +13,7 @@ from kvatlas.errors import AtlasError, Code
 
 
 class StepTensors(NamedTuple):
-    """Lengths and numbers of new tokens of all sequences in one step.
+    """The length of each sequence in one step, and its number of new tokens.
 
     All attention layers use the same tensors.
     """
@@ -139,7 +139,7 @@ class SequenceBatch:
     def step_tensors(self, start: int, count: int) -> StepTensors:
         """Return the tensors of a step that computes tokens start .. start + count - 1.
 
-        They contain the length and the number of new tokens of each sequence.
+        Each sequence has an entry for its length and one for its number of new tokens.
         """
         if self.fixed is not None:
             return self.fixed.tensors

@@ -1,4 +1,4 @@
-"""Simulated ranks: present the cache of a single-process model as that of many ranks.
+"""Simulated ranks: distribute the cache of a single-process model over the pools of many ranks.
 
 transformers keeps all heads of all layers on one rank. `SimulatedRanks` allocates the pools that
 the ranks of another plan would have and copies an `AtlasCache` to and from them along a route.

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from kvatlas.cache import Cache
-from kvatlas.engines.transformers.identity_of_model import loaded_weights
+from kvatlas.engines.transformers.identity_of_model import stored_identity
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import CacheIdentity
 from kvatlas.pool import Checkpoints, PrefixIdentity
@@ -79,7 +79,7 @@ class TieredPrefixes:
         return self._finder.chain(tokens[:longest], salt, about.lora)
 
     def search(self, chain: PrefixChain | None) -> StoredPrefix:
-        """Return how many of a request's first tokens the tier stores, or 0 if the lookup fails."""
+        """Return the request's longest prefix that the tier stores; empty if the lookup fails."""
         try:
             found = self._finder.search(chain) if chain else _NOTHING
         except AtlasError as refusal:
@@ -92,8 +92,8 @@ class TieredPrefixes:
     def positions(self, prompt: int, hit: int, attention: int) -> list[int]:
         """Return the positions of a prompt at which to store windows and states.
 
-        The prompt has `prompt` tokens, of which `hit` need not be computed. The tier has the rows
-        of full attention for its first `attention` tokens.
+        The prompt has `prompt` tokens, and its first `hit` tokens need not be computed. For the
+        first `attention` tokens of the prompt, the tier has the rows of full-attention layers.
         """
         if not self._finder.partial:
             return []
@@ -149,7 +149,10 @@ class TieredPrefixes:
 
     @property
     def recurrent(self) -> bool:
-        """Whether the model has recurrent states, which exist only where a call ends."""
+        """Whether the model has recurrent states.
+
+        A recurrent state is known only after the last token of a forward call.
+        """
         return self._finder.recurrent
 
     def close(self) -> None:
@@ -172,12 +175,12 @@ def tiered_prefixes(
     policy: Checkpoints | None = None,
     **options: Any,
 ) -> TieredPrefixes:
-    """Return a `TieredPrefixes` for a model, in an open tier or in the tier at an address.
+    """Return a model's `TieredPrefixes`. `tier` is an open tier, or the address of a tier.
 
     A tier that is opened by address is shared with other processes. `options` are passed to
     `open_tier`.
     """
-    identity = identity or CacheIdentity(weights=loaded_weights(model))
+    identity = identity or stored_identity(model, cache.plan)
     if isinstance(tier, str | Path):
         about = {"max_len": cache.plan.max_len, "shared": True, **options}
         opened = open_tier(tier, cache.plan, identity, **about)

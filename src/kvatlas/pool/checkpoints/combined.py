@@ -1,4 +1,4 @@
-"""The checkpoints of several policies together."""
+"""The union of the checkpoints of several policies."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from kvatlas.pool.checkpoints.base import Checkpoints, Positions, Prompt
 
 
 class VllmDefault(Checkpoints):
-    """Keep checkpoints at the end of the prompt and of the prefix that full attention has cached.
+    """Keep a checkpoint at the end of the prompt and one where full attention's cached prefix ends.
 
     The second is kept only if states or windows of other layers are missing there.
 

@@ -30,7 +30,7 @@ LAST_SERIAL = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Facts about a use of entries by a request. Each array has one element per entry."""
+    """A request's use of some entries. Each array has one element per entry."""
 
     now: int
     """The index of the current request."""
@@ -40,7 +40,7 @@ class Use:
     """The index of the next request that uses each entry. Only known when a trace is replayed."""
 
     def part(self, chosen: Any) -> Use:
-        """Return the facts about some entries. `chosen` is a numpy index or mask of them."""
+        """Return the use of some of the entries. `chosen` is a numpy index or mask."""
         parts = [None if x is None else x[chosen] for x in (self.saved, self.next_use)]
         return Use(self.now, *parts)
 
@@ -84,8 +84,8 @@ class Eviction:
     def victims(self, blocks: int, pinned: NDArray[np.bool_]) -> Ids:
         """Remove and return the first entries that have at least `blocks` blocks in total.
 
-        Entries whose element of `pinned` is true are skipped. If the others have fewer blocks, all
-        of them are returned.
+        Entries whose element of `pinned` is true are skipped. If all other entries together have
+        fewer blocks, all of them are returned.
         """
         found: list[Ids] = []
         aside = []

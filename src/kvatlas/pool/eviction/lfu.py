@@ -1,4 +1,4 @@
-"""Least frequently used first; among equals the least recently used."""
+"""Least frequently used first; among entries with equally many uses, least recently used first."""
 
 from __future__ import annotations
 

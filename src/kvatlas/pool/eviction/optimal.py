@@ -16,7 +16,9 @@ class Optimal(Eviction):
     def ranked(self, ids: Ids, use: Use) -> Iterator[tuple[Rank, Ids]]:
         """Rank by next use, the latest first."""
         if use.next_use is None:
-            problem = "The policy optimal requires future uses, which only a trace contains"
+            problem = (
+                "The `optimal` policy needs the next use of each entry, known only in a replay"
+            )
             hint = "Use it with simulate; in a BlockPool, pass eviction='lru'"
             raise AtlasError(Code.CONTRADICTORY, problem, got="next_use=None", hint=hint)
         for later, segment in by_value(ids, use.next_use):

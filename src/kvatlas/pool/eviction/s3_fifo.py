@@ -32,7 +32,7 @@ class S3Fifo(Eviction):
         """Entries recently evicted from the small queue, at most as many as both queues have."""
 
     def used(self, ids: Ids, use: Use) -> None:  # noqa: ARG002 - only the order matters
-        """Count a use of each entry that is in a queue, and add the others to a queue."""
+        """Count a use of each entry that is in a queue, and add all other entries to a queue."""
         entries, small, main, ghosts = ids.tolist(), self._small, self._main, self._ghosts
         for entry in entries:
             if entry in small:

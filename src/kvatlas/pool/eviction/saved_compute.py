@@ -1,4 +1,4 @@
-"""Evict entries that save the least compute per byte, with ageing: Marconi with GreedyDual."""
+"""Evict entries that save the least compute per byte, as Marconi does, with GreedyDual's ageing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ class SavedCompute(Eviction):
     needs = ("saved",)
 
     def ranked(self, ids: Ids, use: Use) -> Iterator[tuple[Rank, Ids]]:
-        """Rank by the clock plus each entry's level, which is 0 if its saved compute is unknown."""
+        """Rank entries by a clock plus the level of their saved compute.
+
+        The clock is the rank of the last evicted entry. The level is 0 if the saved compute is
+        unknown.
+        """
         worth = np.ones(len(ids)) if use.saved is None else use.saved
         levels = np.rint(LEVELS * np.log2(np.maximum(worth, 1.0)))
         for level, segment in by_value(ids, levels):

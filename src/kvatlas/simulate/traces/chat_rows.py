@@ -49,7 +49,7 @@ class _Row(_Body):
 
 
 class ChatRows(LineFormat):
-    """One request per line, with its messages or its prompt as text."""
+    """A format with one request per line. The line contains messages, or a prompt as text."""
 
     row: ClassVar[Any] = _Row
     unused = "custom_id method url model max_tokens temperature"
@@ -68,7 +68,11 @@ class ChatRows(LineFormat):
         return not fields.keys().isdisjoint(names)
 
     def requests(self, where: str, row: Any) -> Iterable[TraceRequest]:  # noqa: ARG002
-        """Yield the request of a row. A last message of the assistant is the answer."""
+        """Yield the request of a row.
+
+        If the last message is from the assistant, it is the answer: it counts as output and not as
+        a part of the prompt.
+        """
         body = row.body or row
         prompt = next((x for x in (body.prompt, row.text_input, row.input) if x is not None), None)
         messages = body.messages if prompt is None else prompt
@@ -94,7 +98,7 @@ class ChatRows(LineFormat):
         return [token for part in parts for token in part]
 
     def tokens(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Return the tokens of messages, each with its role before it."""
+        """Return the tokens of messages. The role of each message is put before its text."""
         found: list[int] = []
         for one in messages:
             parts = [_Part(text=one.content)] if isinstance(one.content, str) else one.content
@@ -105,7 +109,11 @@ class ChatRows(LineFormat):
         return found
 
     def _time(self, row: Any) -> float | None:
-        """Return the arrival time of a row in seconds, and remember it for the row's session."""
+        """Return the arrival time of a row in seconds; None if the row has no time.
+
+        The time is stored for the row's session, because a later row may have only a delay after
+        it.
+        """
         time = seconds(row.timestamp, 0.001 if row.input is None else 1.0)
         gap = row.pre_gap if row.delay is None else row.delay / 1000
         if time is None and gap is not None:
@@ -115,7 +123,7 @@ class ChatRows(LineFormat):
         return time
 
     def remarks(self) -> list[str]:
-        """Return sentences about the rows that were read."""
+        """Return sentences for the user about the rows that were read."""
         told = super().remarks()
         if self._parts:
             told.append(f"Message parts without text have no tokens here: {counted(self._parts)}.")

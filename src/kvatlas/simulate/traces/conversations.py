@@ -1,6 +1,7 @@
 """Read conversations of coding agents in kv-cache-tester's format: one JSON object per file.
 
-A sub-agent is an element of `requests` with requests inside; their times count from its start.
+A sub-agent is an element of `requests` that itself contains requests. The times of those requests
+count from the start of the sub-agent.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class _Reader:
 def read_conversations(name: str, files: list[Path], progress: Progress | None) -> Trace:
     """Return a trace of the requests of all files, ordered by time.
 
-    Invalid files among several are left out, and the remarks of the trace name them.
+    If there are several files, invalid ones are left out, and the remarks of the trace name them.
     """
     reader, refused = _Reader(name), []
     for place, path in enumerate(files):
@@ -129,7 +130,11 @@ def read_conversations(name: str, files: list[Path], progress: Progress | None) 
 def _decoded(
     where: str, raw: msgspec.Raw, start: float, unknown: Counter[str]
 ) -> Iterator[TraceRequest]:
-    """Yield a request, or the requests of a sub-agent, which began `start` seconds in."""
+    """Decode an element of a conversation and yield its requests.
+
+    The element is a request, or a sub-agent with several requests. The times in the element count
+    from `start`, in seconds since the start of the conversation.
+    """
     try:
         one = _REQUEST.decode(raw)
         fields = fields_of(bytes(raw))

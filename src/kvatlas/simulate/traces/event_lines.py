@@ -1,6 +1,6 @@
 """Read events from lines of JSON, as other tools log them.
 
-A line is one of three forms: a batch `[time, events, rank]`, a batch as an object with `ts`,
+A line has one of three forms: a batch `[time, events, rank]`, a batch as an object with `ts`,
 `events` and `data_parallel_rank`, or a single event with vLLM's type and field names and optionally
 `ts`. Hashes of type bytes are base64-encoded.
 """
@@ -21,7 +21,7 @@ _TAGS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 
 
 class _Stamped(msgspec.Struct):
-    """The batch fields of a JSON object, as opposed to the fields of an event."""
+    """The batch fields of a JSON object. Events are decoded separately."""
 
     ts: float = 0.0
     data_parallel_rank: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] | None = None

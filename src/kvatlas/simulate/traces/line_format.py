@@ -33,7 +33,7 @@ def fields_of(text: bytes) -> Fields:
 
 
 def counted(names: Counter[str]) -> str:
-    """Return the most frequent names as text, with their numbers.
+    """Return the most frequent names as text, each with its count.
 
     >>> counted(Counter(a=3, b=1))
     'a (3), b (1)'
@@ -49,7 +49,7 @@ def unknown_fields(names: Counter[str]) -> list[str]:
 
 
 def seconds(time: float | str | None, unit: float = 1.0) -> float | None:
-    """Return a time in seconds: a number of `unit` seconds, or a date and time in ISO format.
+    """Return a time in seconds. `time` is a multiple of `unit` seconds, or an ISO date and time.
 
     >>> seconds(1500, 0.001), seconds("1970-01-01T00:00:02Z"), seconds(None)
     (1.5, 2.0, None)
@@ -60,7 +60,7 @@ def seconds(time: float | str | None, unit: float = 1.0) -> float | None:
 
 
 class LineFormat:
-    """A format of traces. A subclass defines the row and converts it into requests."""
+    """A format of traces. A subclass defines the type of a row and converts rows into requests."""
 
     row: ClassVar[Any]
     """The `msgspec.Struct` of one line."""
@@ -101,7 +101,7 @@ class LineFormat:
         return ()
 
     def remarks(self) -> list[str]:
-        """Return sentences about the rows that were read."""
+        """Return sentences for the user about the rows that were read, such as ignored fields."""
         return self.text.remarks() + unknown_fields(self._unknown)
 
     def of_tokens(

@@ -26,7 +26,7 @@ class _Row(msgspec.Struct):
 
 
 class Mooncake(LineFormat):
-    """One request per line: its length, and one id per 512 tokens of the prompt."""
+    """A format with one request per line: its length, and one id per 512 tokens of the prompt."""
 
     row = _Row
     unused = "priority extra type turn"
@@ -61,7 +61,11 @@ class Mooncake(LineFormat):
         yield TraceRequest(row.input_length, row.hash_ids, row.output_length or 0, self._time(row))
 
     def _time(self, row: Any) -> float | None:
-        """Return the arrival time of a row in seconds, and remember it for the row's session."""
+        """Return the arrival time of a row in seconds; None if the row has no time.
+
+        The time is stored for the row's session, because a later row may have only a delay after
+        it.
+        """
         time = seconds(row.timestamp, 0.001)
         if row.session_id is None:
             return time
@@ -74,7 +78,7 @@ class Mooncake(LineFormat):
         return time
 
     def remarks(self) -> list[str]:
-        """Return sentences about the rows that were read."""
+        """Return sentences for the user about the rows that were read."""
         told = super().remarks()
         if self._new_beginnings:
             told.append(
@@ -94,7 +98,7 @@ class _BailianRow(msgspec.Struct):
 
 
 class Bailian(LineFormat):
-    """One request per line, with one id per 16 tokens of the prompt and times in seconds."""
+    """A format with one request per line: times in seconds, and one id per 16 prompt tokens."""
 
     row = _BailianRow
     unused = "chat_id parent_chat_id turn type"

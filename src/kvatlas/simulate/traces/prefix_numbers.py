@@ -1,8 +1,8 @@
 """Number the prefixes of prompts from 0, in memory that grows with distinct prefixes only.
 
-A prefix is a sequence of ids. It is identified by a 64-bit hash: the sum over its ids of a mixed
-value of the id and its position. Equal ids with different predecessors are therefore different
-prefixes. Among 40 million distinct prefixes, two share a hash in one trace of 20,000.
+A prefix is a sequence of ids. It is identified by a 64-bit hash, which is a sum over the ids of the
+prefix. Each term mixes an id and its position. Equal ids with different predecessors are therefore
+different prefixes. Among 40 million distinct prefixes, two share a hash in one trace of 20,000.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def prefix_hashes(ids: Hashes, counts: NDArray[np.int64], partial: NDArray[np.in
     """Return the hash of the prefix that ends at each id of several prompts.
 
     `counts` has the number of ids of each prompt. `partial` has the number of tokens in the last
-    block of each prompt, or 0 if that block is full: blocks with one id and different numbers of
-    tokens are different.
+    block of each prompt, or 0 if that block is full. Two prompts whose last blocks have one id but
+    different numbers of tokens get different hashes.
     """
     if not len(ids):
         return ids.copy()
@@ -54,7 +54,7 @@ def prefix_hashes(ids: Hashes, counts: NDArray[np.int64], partial: NDArray[np.in
 
 
 class PrefixNumbers:
-    """The number of each distinct prefix, in order of first occurrence."""
+    """Assigns the numbers 0, 1, 2, ... to distinct prefixes, in order of first occurrence."""
 
     def __init__(self) -> None:
         self._known = np.empty(0, np.uint64)
@@ -92,7 +92,8 @@ class PrefixNumbers:
     def repeated_ids(self) -> int:
         """Return how many distinct prefixes end with an id that also ends another prefix.
 
-        The first prefix with an id is not counted. The result is 0 if ids identify prefixes.
+        The first prefix that ends with an id is not counted. The result is 0 if ids identify
+        prefixes.
         """
         ids = np.concatenate([*self._ids, np.empty(0, np.uint64)])
         return len(ids) - len(np.unique(ids))

@@ -1,4 +1,4 @@
-"""`read_trace`: read a trace in any of the known formats, which are detected.
+"""`read_trace`: detect the format of a trace and read it.
 
 Most formats have one JSON object per line. A conversation of a coding agent is one JSON object per
 file, and a folder of conversations is one trace. Requests of a running engine are inferred from its

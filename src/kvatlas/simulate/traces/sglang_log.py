@@ -37,7 +37,10 @@ class _Row(msgspec.Struct):
 
 
 class SglangLog(LineFormat):
-    """Events of requests. A request is complete when it has finished."""
+    """A format with one event of a request per line, such as its arrival and its end.
+
+    A request is read when its end is found.
+    """
 
     row = _Row
     unused = "level message"

@@ -24,7 +24,10 @@ class _Row(msgspec.Struct):
 
 
 class ShareGpt(ChatRows):
-    """One conversation per row. Each answer is a request; its prompt is everything before it."""
+    """A format with one conversation per row.
+
+    Each answer counts as one request, whose prompt is everything before the answer.
+    """
 
     row = _Row
     unused = "id"

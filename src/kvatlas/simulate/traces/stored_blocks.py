@@ -48,7 +48,7 @@ BEGINNING = StoredBlock(None, ROOT, None)
 
 
 class Addition(NamedTuple):
-    """The result of adding an event's blocks: the block before them, and the last of them."""
+    """The result of adding an event's blocks: the predecessor of the first, and the last block."""
 
     before: StoredBlock
     last: StoredBlock
@@ -65,7 +65,7 @@ class TooManyBlocksError(ValueError):
 
 
 class StoredBlocks:
-    """The blocks of one engine, by the engine's hashes."""
+    """The blocks of one engine. Keys are the engine's block hashes."""
 
     def __init__(self) -> None:
         self._there: dict[BlockHash, StoredBlock] = {}
@@ -93,7 +93,7 @@ class StoredBlocks:
             block = block.before
 
     def store(self, event: BlockStored) -> Addition:
-        """Add an event's blocks. The result has the block before them and the last of them."""
+        """Add an event's blocks. Return the predecessor of the first block, and the last block."""
         before = self._before(event)
         size, block, new = event.block_size, before, False
         adapter = event.lora_id if event.lora_name is None else event.lora_name

@@ -28,7 +28,7 @@ _NAMES = ("token_ids", "prompt_token_ids", "input_ids")
 
 
 class TokenRows(LineFormat):
-    """One request per line, with its token ids."""
+    """A format with one request per line: the token ids of its prompt."""
 
     row = _Row
     unused = "request_id prompt model"

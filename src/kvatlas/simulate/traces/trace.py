@@ -150,7 +150,7 @@ class Trace:
         """Return the trace without the requests that exceed a model's limit of tokens.
 
         A request is kept if its prompt and one output token fit; its output is cut at the limit.
-        `set_aside` counts the others. None means no limit.
+        `set_aside` counts the requests that are left out. None means no limit.
         """
         return self if limit is None else _within(self, limit)
 

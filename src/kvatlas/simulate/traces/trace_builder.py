@@ -31,7 +31,7 @@ CHUNK = 1 << 20
 
 
 class TraceRequest(NamedTuple):
-    """One request of a trace, as it stands in a file."""
+    """One request of a trace, as read from a file."""
 
     length: int
     """Number of tokens of the prompt."""
@@ -170,7 +170,7 @@ class TraceBuilder:
         return trace.chosen(np.argsort(times, kind="stable")) if len(late) else trace
 
     def _remarks(self) -> list[str]:
-        """Return sentences about ids and times that the requests lack."""
+        """Return sentences for the user about unusual ids, and missing ids and arrival times."""
         told = []
         if repeated := self._numbers.repeated_ids():
             told.append(

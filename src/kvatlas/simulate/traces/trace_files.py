@@ -27,7 +27,7 @@ SUFFIXES = (".gz", ".zst")
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[Any, BinaryIO]]:
-    """Open a file, and yield its content and the file itself, whose position shows the progress.
+    """Open a file and yield (content, file). The position in the file shows the progress.
 
     The compression is detected from the first bytes, so this works for pipes, too.
     """
@@ -72,7 +72,7 @@ def _corrupt() -> tuple[type[Exception], ...]:
 
 
 def stem(path: Path) -> str:
-    """Return the name of a trace: the file name without the suffixes of format and compression.
+    """Return the name of a trace: its file name without suffixes such as `.jsonl` and `.gz`.
 
     >>> stem(Path("monday.v2.jsonl.gz")), stem(Path("monday.v2.jsonl"))
     ('monday.v2', 'monday.v2')
@@ -111,7 +111,7 @@ class TraceFile:
             self._report(number)
 
     def elements(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the number and text of each element of a JSON array, without reading it whole."""
+        """Yield the number and text of each element of a JSON array, reading it in portions."""
         decoder, number = json.JSONDecoder(), 0
         text = io.TextIOWrapper(self._content, "utf-8-sig", errors="replace")
         held = text.read(_PIECE)

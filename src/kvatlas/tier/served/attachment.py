@@ -1,8 +1,8 @@
 """`Attachment`: the session of one client with the server of a tier.
 
-Its first connection carries no messages after the handshake. While it is open, the server keeps
-the client's pins and the blocks that the client is filling. The client closes it only when no copy
-is in flight.
+The first connection of a session carries no messages after the handshake. While that connection is
+open, the server keeps the client's pins and the blocks that the client is filling. The client
+closes it only when no copy is in flight.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ class Attachment:
     def moving(self) -> Iterator[None]:
         """Prevent other processes from taking over the tier while this one moves bytes.
 
-        Raises an error if the server was replaced or the session has ended: others may then use the
-        blocks of this session. Data that was read is valid only if the context exits without an
-        error.
+        Raises an error if the server was replaced or the session has ended: other processes may
+        then use the blocks of this session. Data that was read is valid only if the context exits
+        without an error.
         """
         with ExitStack() as used:
             if self._use is not None:
@@ -121,7 +121,10 @@ class Attachment:
 
 
 class ClientStorage(TierStorage):
-    """The blocks of a tier that another process serves. They are usable while it serves them."""
+    """The blocks of a tier that another process serves.
+
+    They can be used only while that process serves the tier.
+    """
 
     def __init__(
         self, pools: dict[int, Bytes], file: TierFile | None, attachment: Attachment
@@ -167,7 +170,9 @@ def _file(told: m.OwnedFile) -> TierFile:
     file = TierFile(Path(told.path), None, durable=False, shared=True)
     if file.identity != told.identity:
         file.close()
-        problem = "The path of the tier's file leads to another file than the server has open"
+        problem = (
+            "The path of the tier's file no longer refers to the file that the server has open"
+        )
         hint = "Restart the tier's server if the file was replaced on purpose"
         raise AtlasError(Code.PEER_LOST, problem, got=told.path, hint=hint)
     return file

@@ -183,7 +183,7 @@ class TierClient:
 
     @contextmanager
     def join(self, name: bytes) -> Iterator[Hit]:
-        """Pin the blocks that another client has pinned, by its `Hit.name`.
+        """Pin the blocks that another client has pinned. `name` is the `name` of its `Hit`.
 
         Raises an error if no client holds the pin any longer.
         """

@@ -201,9 +201,9 @@ class FindNames(SessionQuestion, frozen=True, kw_only=True, tag="find_names"):
 
 
 class NamesFound(Message, frozen=True, kw_only=True, tag="names_found"):
-    """Reply to `FindNames`: whether each asked block exists, and two counters of the tier.
+    """Reply to `FindNames`: whether each of the requested blocks exists.
 
-    They are the number of complete blocks and the number of evicted blocks.
+    It also contains the number of complete blocks of the tier and the number of evicted blocks.
     """
 
     whole: Annotated[tuple[bool, ...], Meta(max_length=MOST_NAMES)]

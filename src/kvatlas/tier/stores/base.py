@@ -33,6 +33,24 @@ def joined_size(parts: Parts) -> int:
     return sum(part.nbytes for part in parts)
 
 
+def scatter(content: Bytes, parts: Parts) -> None:
+    """Copy the bytes of an object to the memory ranges that hold it."""
+    at = 0
+    for part in parts:
+        part[:] = content[at : at + part.nbytes]
+        at += part.nbytes
+
+
+def fill(content: Bytes, wanted: Sequence[tuple[int, Bytes]]) -> int:
+    """Copy parts of an object, each an (offset, memory) pair. Return the number of bytes copied."""
+    copied = 0
+    for offset, into in wanted:
+        some = content[offset : offset + into.nbytes]
+        into[: some.nbytes] = some
+        copied += some.nbytes
+    return copied
+
+
 def tenant_of(name: str) -> str:
     """Return the part of an object name that identifies its tenant, or "" if it has no tenant.
 
@@ -89,9 +107,9 @@ class ObjectStore(ABC):
     def remove(self, names: Sequence[str]) -> int:
         """Remove objects and return how many existed."""
 
-    @abstractmethod
     def remove_all(self, prefix: str) -> int:
         """Remove every object whose name starts with a prefix and return their number."""
+        return self.remove(list(self.names(prefix)))
 
     @abstractmethod
     def names(self, prefix: str = "") -> Iterator[str]:
@@ -101,16 +119,15 @@ class ObjectStore(ABC):
     def size(self, name: str) -> int:
         """Return the size of an object in bytes, or `ABSENT`."""
 
-    @abstractmethod
     def sweep(self) -> int:
         """Remove unfinished objects of dead writers and return how many bytes they had."""
+        return 0
 
     @abstractmethod
     def capacity(self) -> StoreRoom:
         """Return the used and total bytes and the number of objects of the store."""
 
-    @abstractmethod
-    def register(self, memory: Bytes) -> None:
+    def register(self, memory: Bytes) -> None:  # noqa: B027  # most stores need no registration
         """Register memory that objects will be read into and written from."""
 
     @abstractmethod

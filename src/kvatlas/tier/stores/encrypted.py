@@ -2,10 +2,11 @@
 
     version, 1 byte | nonce, 12 random bytes | ciphertext, as long as the object | tag, 16 bytes
 
-Each tenant has a key, from which a key for each object is derived by its name. The number of
-objects of a tenant is therefore not limited by random nonces, and no object can take the place of
-another. The version and the name are also authenticated as associated data. Without the tenant's
-key, its objects cannot be read: deleting the key deletes them. Names, sizes and times stay visible.
+Each tenant has a key. Each object has a key that is derived from its tenant's key and its name. The
+number of objects of a tenant is therefore not limited by random nonces, and no object can take the
+place of another. The version and the name are also authenticated as associated data. Without the
+tenant's key, its objects cannot be read: deleting the key deletes them. Names, sizes and times stay
+visible.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ import numpy as np
 
 from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
-from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom, joined_size
+from kvatlas.tier.stores.base import (
+    ABSENT,
+    ObjectStore,
+    Parts,
+    StoreRoom,
+    fill,
+    joined_size,
+    scatter,
+)
 from kvatlas.tier.stores.key_folder import KEY, KeyFolder
 
 _NONCE, _TAG = 12, 16
@@ -59,7 +68,7 @@ class EncryptedStore(ObjectStore):
         for (name, parts), raw, size in zip(objects, into, self.store.get(asked), strict=True):
             plain = self._decrypted(name, raw) if size == raw.nbytes else None
             if plain is not None:
-                _scatter(plain, parts)
+                scatter(plain, parts)
                 sizes.append(plain.nbytes)
             else:
                 sizes.append(ABSENT if size == ABSENT else _damaged_size(size, raw.nbytes))
@@ -77,12 +86,7 @@ class EncryptedStore(ObjectStore):
         if self.store.get([(name, [raw])]) != [raw.nbytes]:
             return ABSENT
         plain = self._decrypted(name, raw)
-        if plain is None:
-            return 0
-        for offset, memory in wanted:
-            part = plain[offset : offset + memory.nbytes]
-            memory[: part.nbytes] = part
-        return sum(max(0, min(m.nbytes, plain.nbytes - offset)) for offset, m in wanted)
+        return 0 if plain is None else fill(plain, wanted)
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Return for each name whether the object exists and its tenant has a key."""
@@ -114,9 +118,6 @@ class EncryptedStore(ObjectStore):
     def capacity(self) -> StoreRoom:
         """Return the used and total bytes and the number of objects of the store."""
         return self.store.capacity()
-
-    def register(self, memory: Bytes) -> None:
-        """Do nothing: the store reads and writes only encrypted copies."""
 
     def close(self) -> None:
         """Close the store."""
@@ -154,13 +155,7 @@ def _tenant(name: str) -> str:
 def _damaged_size(size: int, expected: int) -> int:
     """Return the size to report for an object of `size` stored bytes that cannot be decrypted.
 
-    It is that of the plain object, or 0 if the object is as long as expected.
+    If the object has the expected number of stored bytes, return 0, which marks it as damaged.
+    Otherwise return its size without the bytes that encryption adds.
     """
     return 0 if size == expected else max(size - OVERHEAD, 0)
-
-
-def _scatter(plain: Bytes, parts: Parts) -> None:
-    at = 0
-    for part in parts:
-        part[:] = plain[at : at + part.nbytes]
-        at += part.nbytes

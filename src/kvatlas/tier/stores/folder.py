@@ -43,10 +43,10 @@ class FolderStore(ObjectStore):
     """Objects as files below a folder, up to `capacity` bytes, with LRU eviction.
 
     All processes of a host that share the folder and specify a `capacity` share one count of its
-    bytes. With a `quota`, each tenant has at most this many bytes, and only its own objects are
-    evicted to make space for it. Both limits need a local file system. A missing folder is created,
-    unless `create` is false. Objects are not flushed to disk and may be lost in a power failure. A
-    folder that is read-only can be read.
+    bytes. With a `quota`, each tenant has at most this many bytes, and only objects of the same
+    tenant are evicted to make space for a new object. Both limits need a local file system. A
+    missing folder is created, unless `create` is false. Objects are not flushed to disk and may be
+    lost in a power failure. A folder that is read-only can be read.
 
     >>> import tempfile, numpy as np
     >>> store = FolderStore(tempfile.mkdtemp())
@@ -169,10 +169,6 @@ class FolderStore(ObjectStore):
                 return self._space.remove(inside)
             return sum(remove_file(self._root, paths[name]) for name in inside)
 
-    def remove_all(self, prefix: str) -> int:
-        """Remove all objects whose names start with a prefix and return their number."""
-        return self.remove(list(self.names(prefix)))
-
     def names(self, prefix: str = "") -> Iterator[str]:
         """Yield the names that start with a prefix."""
         folder = self._root / prefix.rpartition("/")[0]
@@ -187,9 +183,6 @@ class FolderStore(ObjectStore):
             if self._is_object(path):
                 return path.lstat().st_size
         return ABSENT
-
-    def register(self, memory: Bytes) -> None:
-        """Do nothing: memory needs no registration."""
 
     def close(self) -> None:
         """Close the index."""

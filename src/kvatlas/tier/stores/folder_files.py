@@ -37,7 +37,7 @@ _NAME = re.compile(r"[a-z0-9_-][a-z0-9_.-]*(/[a-z0-9_-][a-z0-9_.-]*)*")
 
 
 def is_name(name: str) -> bool:
-    """Return whether a text can be the name of an object. Others could lead out of the folder.
+    """Return whether a text is a valid object name. An invalid one could lead out of the folder.
 
     >>> is_name("kv2/0f3a/0.0-64/7"), is_name("kv2/../secret"), is_name("/etc/passwd")
     (True, False, False)
@@ -74,8 +74,8 @@ def is_there(path: Path) -> bool:
 def objects_below(root: Path, folder: Path) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the name and the status of each object below `folder`, which is `root` or below it.
 
-    Files and folders of other programs are skipped: those that cannot have the name of an object,
-    and folders other than `root` that may not be read.
+    Files and folders with a name that no object can have are skipped, because they belong to other
+    programs. So are folders other than `root` that this user may not read.
     """
     if leads_away(root, folder / "x"):
         return

@@ -2,7 +2,7 @@
 
 Files decide which objects exist. The index only limits their bytes, so a wrong index cannot lead to
 a wrong object. It is written before a file is created and after a file is removed: a process that
-dies in between leaves an entry without a file, which is deleted when it is next considered for
+dies in between leaves an entry without a file. The entry is deleted when it is next considered for
 eviction.
 
 The symbolic link `.index` in the folder contains the name of the database. An index that is missing
@@ -98,7 +98,7 @@ class FolderIndex:
         return bool(self._current())
 
     def write(self, act: Callable[[sqlite3.Connection], T]) -> T:
-        """Execute a function in a transaction that no other process can interleave.
+        """Execute a function in a transaction. Other processes cannot write at the same time.
 
         Raises `OSError` if the database cannot be locked or written. If the database is damaged, it
         is replaced, and `act` is called a second time.
@@ -143,7 +143,7 @@ class FolderIndex:
         self._lock.release()
 
     def after_fork_in_child(self) -> None:
-        """Replace the lock, which a thread that does not exist in the child may hold."""
+        """Replace the lock. A thread of the parent, which the child lacks, may hold the old one."""
         if self._database is not None:  # closing it could remove a file that the parent uses
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._database))
         self._lock, self._database = threading.Lock(), None
@@ -282,7 +282,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 @contextmanager
 def _unbuildable() -> Iterator[None]:
-    """Raise `OSError` if a new index is damaged as well."""
+    """Raise a `DamagedIndexError` as `OSError`, for contexts in which a new index is built."""
     try:
         yield
     except DamagedIndexError as fault:
@@ -291,7 +291,7 @@ def _unbuildable() -> Iterator[None]:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Raise errors of SQLite as `OSError`, or as `DamagedIndexError` if a new database helps."""
+    """Raise errors of SQLite as `OSError`, or as `DamagedIndexError` if a new index is needed."""
     try:
         yield
     except sqlite3.Error as fault:

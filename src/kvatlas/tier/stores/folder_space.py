@@ -35,11 +35,12 @@ class Candidate(NamedTuple):
 
 
 class FolderSpace:
-    """The bytes of a folder: reserved for new objects, up to a capacity and a quota per tenant.
+    """Limits the bytes of a folder: to a capacity, and to a quota for each tenant.
 
-    Reads record the time of use in the file alone. Objects that were used after the time in the
-    index move to the end of the queue when they are considered for eviction. At most 256 objects
-    are considered in one call, so that its cost does not grow with the folder.
+    Space is reserved before an object is written. Reads record the time of use only in the file,
+    not in the index. Objects that were used after the time in the index move to the end of the
+    queue when they are considered for eviction. At most 256 objects are considered in one call, so
+    that its cost does not grow with the folder.
     """
 
     def __init__(self, root: Path, index: FolderIndex, capacity: int, quota: int) -> None:
@@ -66,7 +67,7 @@ class FolderSpace:
         return True
 
     def _bounds(self, tenant: str) -> Iterator[tuple[str, int]]:
-        """Yield whose bytes are limited, and the limit: the tenant's first, then the folder's."""
+        """Yield (owner, limit in bytes): first for the tenant, then for the whole folder."""
         if tenant:
             yield tenant, self._quota
         yield ALL, self._capacity
@@ -106,7 +107,7 @@ class FolderSpace:
         return self._index.write(self._index.usage)
 
     def _evict(self, database: sqlite3.Connection, owner: str, nbytes: int) -> bool:
-        """Remove the least recently used objects of `owner`. Return if `nbytes` were freed."""
+        """Evict the least recently used objects of `owner`. Return whether `nbytes` were freed."""
         used_since: dict[str, Candidate] = {}
         considered = 0
         while nbytes > 0 and considered < _MOST:
@@ -145,7 +146,8 @@ class FolderSpace:
     def _consider(self, database: sqlite3.Connection, one: Candidate) -> tuple[int, int]:
         """Evict an object, unless it is being written or was used after the time in the index.
 
-        Returns the freed bytes, and the time of the last use if the object may be evicted later.
+        Returns the number of freed bytes, and a time: that of the last use if the object was kept
+        because of this use, otherwise 0.
         """
         now = time.time_ns()
         if one.writing and now - one.writing < _RESERVED:
@@ -171,7 +173,7 @@ class FolderSpace:
         database.execute("UPDATE objects SET used = ? WHERE name = ?", (used, name))
 
     def _remove(self, database: sqlite3.Connection, one: Candidate) -> int:
-        """Remove an object and its entry. Return the size of the entry, or 0 without one."""
+        """Remove an object and its entry. Return the size in its entry, or 0 if it has none."""
         remove_file(self._root, self._root / one.name)
         found = database.execute("DELETE FROM objects WHERE name = ?", (one.name,)).rowcount
         return one.size if found else 0

@@ -15,8 +15,10 @@ from kvatlas.tier.stores.base import (
     ObjectStore,
     Parts,
     StoreRoom,
+    fill,
     joined_size,
     key_of,
+    scatter,
     tenant_of,
 )
 
@@ -99,23 +101,13 @@ class HostStore(ObjectStore):
             found = self._find(name)
             sizes.append(ABSENT if found is None else found.nbytes)
             if found is not None and found.nbytes == joined_size(parts):
-                at = 0
-                for part in parts:
-                    part[:] = found[at : at + part.nbytes]
-                    at += part.nbytes
+                scatter(found, parts)
         return sizes
 
     def ranges(self, name: str, wanted: Sequence[tuple[int, Bytes]]) -> int:
         """Read parts of an object and return the number of bytes read, or `ABSENT`."""
         found = self._find(name)
-        if found is None:
-            return ABSENT
-        read = 0
-        for offset, into in wanted:
-            some = found[offset : offset + into.nbytes]
-            into[: some.nbytes] = some
-            read += some.nbytes
-        return read
+        return ABSENT if found is None else fill(found, wanted)
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Return for each name whether the object exists."""
@@ -130,10 +122,6 @@ class HostStore(ObjectStore):
                 self._forget(name)
         return len(there)
 
-    def remove_all(self, prefix: str) -> int:
-        """Remove all objects whose names start with a prefix and return their number."""
-        return self.remove(list(self.names(prefix)))
-
     def names(self, prefix: str = "") -> Iterator[str]:
         """Yield the names that start with a prefix."""
         with self._lock:
@@ -146,15 +134,8 @@ class HostStore(ObjectStore):
             found = self._objects.get(name)
         return ABSENT if found is None else found.nbytes
 
-    def register(self, memory: Bytes) -> None:
-        """Do nothing: memory needs no registration."""
-
     def close(self) -> None:
         """Do nothing: the store holds no resources."""
-
-    def sweep(self) -> int:
-        """Do nothing: there are no unfinished objects."""
-        return 0
 
     def capacity(self) -> StoreRoom:
         """Return the used and total bytes and the number of objects of the store."""

@@ -51,7 +51,10 @@ class KeyFolder:
                 new.unlink(missing_ok=True)
             _sync_folder(self.path)
         except OSError as fault:
-            problem, hint = "The key cannot be written", "Keep an existing key: rows depend on it"
+            problem, hint = (
+                "The key of the tenant cannot be written",
+                "Check the folder. Do not replace an existing key: stored rows need it",
+            )
             raise AtlasError(Code.UNWRITABLE, problem, got=str(fault), hint=hint) from None
         return path
 

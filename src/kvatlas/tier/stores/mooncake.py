@@ -258,9 +258,9 @@ class MooncakeStore(ObjectStore):
     def _answer(
         self, call: str, answer: int, no: tuple[int, ...] = (), yes: tuple[int, ...] = ()
     ) -> bool:
-        """Return True for a result of at least 0 or in `yes`, and False for one in `no`.
+        """Return True if `answer` is at least 0 or in `yes`, and False if it is in `no`.
 
-        Raises an error for any other result.
+        Raises an error for any other answer.
         """
         if answer >= 0 or answer in yes:
             return True
@@ -283,7 +283,7 @@ class MooncakeStore(ObjectStore):
                 return connection.getresponse().read().decode()
         except (OSError, ValueError, HTTPException) as fault:
             problem = "The metrics server of the Mooncake master cannot be read"
-            hint = "Check that the master is running and that metrics= names its metrics_port"
+            hint = "Check that the master runs, and that metrics= contains its metrics port"
             got = f"{self._metrics}/{name}: {fault}"
             raise AtlasError(Code.WIRE_FAILED, problem, got=got, hint=hint) from None
 

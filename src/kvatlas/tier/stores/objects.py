@@ -34,7 +34,7 @@ SCHEMES = ("s3", "gs", "az", "abfs", "abfss", "azure")
 class BucketStore(ObjectStore):
     """Objects below a prefix of a bucket: `BucketStore("s3://bucket/prefix", region="eu-west-1")`.
 
-    A call of one object takes at most `timeout` seconds. `options` are those of `obstore`, such as
+    A call for one object takes at most `timeout` seconds. `options` are those of `obstore`, such as
     `endpoint`, `region` and `skip_signature`. Credentials are taken from the environment, as the
     tools of the service do. The bucket must exist. It should delete objects by age, because this
     store never evicts. After the first request to any bucket, forked children of the process cannot
@@ -167,20 +167,16 @@ class BucketStore(ObjectStore):
         except (self._obstore.exceptions.NotFoundError, FileNotFoundError):
             return ABSENT
 
-    def sweep(self) -> int:
-        """Do nothing: services do not show unfinished objects."""
-        return 0
-
     def capacity(self) -> StoreRoom:
         """Return the used bytes and the number of objects. The total is unknown."""
         sizes = [size for _, size in self._listed("")]
         return StoreRoom(sum(sizes), 0, len(sizes))
 
-    def register(self, memory: Bytes) -> None:
-        """Do nothing: memory needs no registration."""
-
     def close(self) -> None:
-        """End the threads of requests after those in flight, which end by their timeout."""
+        """Wait for requests in flight and end the request threads.
+
+        Each request ends by its timeout.
+        """
         if _runtime.process not in (0, os.getpid()):
             return  # the threads are those of the parent, and so are the locks
         with self._starting:
@@ -199,8 +195,8 @@ class BucketStore(ObjectStore):
     def _each(self, act: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
         """Call a function for each item, in parallel. Raise the first error after all have ended.
 
-        No request may use the memory of the caller after this call. The wait has no limit of its
-        own, because `obstore` ends each request after the timeout.
+        When this returns, no request uses the memory of the caller any longer. The wait has no
+        timeout, because `obstore` ends each request after a timeout.
         """
         _check_process()
         with self._failures():

@@ -1,8 +1,8 @@
 """`RedisStore`: objects in Redis or Valkey.
 
-All objects of a key of the tier are fields of one hash, whose name is the first four words of the
-objects' names. Redis therefore evicts whole rows, and removing a key is one command. Configure
-`maxmemory` and a policy such as `allkeys-lru` in the server.
+All objects of one key of the tier are fields of one hash in Redis. The name of the hash is the
+first four words of the objects' names. Redis therefore evicts whole rows, and removing a key is one
+command. Configure `maxmemory` and a policy such as `allkeys-lru` in the server.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from kvatlas.tier.stores.base import (
     ObjectStore,
     Parts,
     StoreRoom,
+    fill,
     joined_size,
     key_of,
+    scatter,
 )
 
 SCHEMES = ("redis", "rediss", "valkey", "valkeys")
@@ -85,10 +87,7 @@ class RedisStore(ObjectStore):
         for (_, parts), answer in zip(objects, answers, strict=True):
             sizes.append(ABSENT if answer is None else len(answer))
             if answer is not None and len(answer) == joined_size(parts):
-                content, at = np.frombuffer(answer, np.uint8), 0
-                for part in parts:
-                    part[:] = content[at : at + part.nbytes]
-                    at += part.nbytes
+                scatter(np.frombuffer(answer, np.uint8), parts)
         return sizes
 
     def ranges(self, name: str, wanted: Sequence[tuple[int, Bytes]]) -> int:
@@ -97,14 +96,7 @@ class RedisStore(ObjectStore):
         Redis has no command for a part of a field, so that the whole object is transferred.
         """
         [answer] = self._hashes("hget", [name])
-        if answer is None:
-            return ABSENT
-        content, read = np.frombuffer(answer, np.uint8), 0
-        for at, into in wanted:
-            some = content[at : at + into.nbytes]
-            into[: some.nbytes] = some
-            read += some.nbytes
-        return read
+        return ABSENT if answer is None else fill(np.frombuffer(answer, np.uint8), wanted)
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Return for each name whether the object exists."""
@@ -132,7 +124,7 @@ class RedisStore(ObjectStore):
             keys = [key_of(prefix)] if key_of(prefix) else self._keys(prefix)
             for key in keys:
                 for field in self._client.hkeys(key):
-                    name = _name(_text(key), _text(field))
+                    name = _text(key) + _text(field)
                     if name.startswith(prefix):
                         yield name
 
@@ -151,19 +143,12 @@ class RedisStore(ObjectStore):
         there, size = map(self._checked, self._pipeline(ask, [name] * 2))
         return int(size) if there else ABSENT
 
-    def sweep(self) -> int:
-        """Do nothing: there are no unfinished objects."""
-        return 0
-
     def capacity(self) -> StoreRoom:
         """Return the memory that the server uses, its limit, and the number of objects."""
         with self._failures():
             about = self._client.info("memory")
         objects = sum(1 for _ in self.names())
         return StoreRoom(int(about["used_memory"]), int(about.get("maxmemory", 0)), objects)
-
-    def register(self, memory: Bytes) -> None:
-        """Do nothing: memory needs no registration."""
 
     def close(self) -> None:
         """Close all connections."""
@@ -213,10 +198,6 @@ def _place(name: str) -> tuple[str, str]:
     """
     key = key_of(name)
     return (key, name[len(key) :]) if key else (name, "")
-
-
-def _name(key: str, field: str) -> str:
-    return key + field
 
 
 def _text(found: bytes | str) -> str:
