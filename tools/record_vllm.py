@@ -9,7 +9,11 @@ Each layer of a model becomes a layer of vLLM whose `get_kv_cache_spec` is vLLM'
 selects the backends, the block size, the groups and the number of blocks, with the platform's
 answers replaced (see `vllm_layers` and `vllm_platform`). Models without attention, and models with
 cross attention, are skipped. CONFIGS=/path/to/folder asks about the config files of a folder
-instead of the catalogue.
+instead of the catalogue, and ANSWERS=/path/to/file receives the answers. Models with rings need
+0.33:
+
+    make record-vllm VERSION=0.33 VLLM_PYTHON=... CONFIGS=tests/planning/ring_configs \
+        ANSWERS=tests/planning/vllm_answers_of_rings.json
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from tools.vllm_layers import DTYPES, LayerBuilder
 from kvatlas.errors import AtlasError
 from kvatlas.models import Model, catalogue
 from kvatlas.planning.topology import check_topology, check_vllm_topology
-from kvatlas.specs import Attention, CrossAttention, Indexer, LatentAttention, Recurrent
+from kvatlas.specs import Attention, CrossAttention, Indexer, LatentAttention, Recurrent, Ring
 
 TESTS = Path(__file__).parents[1] / "tests" / "planning"
 ANSWERS = TESTS / "vllm_answers.json"
@@ -67,8 +71,10 @@ class Question:
     def __init__(self, model: Model, tp: int, platform: Any) -> None:
         self.model, self.tp, self.platform = model, tp, platform
         specs = [layer.spec for layer in model.layers]
-        self.attention = next((spec for spec in specs if not isinstance(spec, Recurrent)), None)
         self.states = [spec for spec in specs if isinstance(spec, Recurrent)]
+        beside = (Recurrent, Ring, Indexer) if self.states else (Recurrent, Ring)
+        self.attention = next((spec for spec in specs if not isinstance(spec, beside)), None)
+        self.pool = next((s.group for s in specs if isinstance(s, Ring) and s.parts > 1), None)
         self.config = self._config()
         self.builder = LayerBuilder(model, tp, platform, self.config)
         self.config.cache_config.cache_dtype = self.builder.cache
@@ -122,7 +128,7 @@ class Question:
         latent = isinstance(first, LatentAttention)
         kv_heads = max((s.heads for s in _dense(model)), default=1)
         text = SimpleNamespace(
-            qk_nope_head_dim=128,
+            qk_nope_head_dim=128 if getattr(first, "rope", 1) else 256,
             qk_rope_head_dim=getattr(first, "rope", 64),
             kv_lora_rank=getattr(first, "latent", 512),
             linear_key_head_dim=getattr(next(iter(self.states), None), "key_dim", None),
@@ -130,6 +136,7 @@ class Question:
         )
         if any(isinstance(layer.spec, Indexer) for layer in model.layers):
             text.index_topk = INDEX_TOPK
+            text.index_kpool = self.pool
         head = first.latent + first.rope if latent else getattr(first, "head_dim", 0)  # type: ignore[union-attr]
         served = SimpleNamespace(
             dtype=DTYPES[model.dtype],
@@ -251,8 +258,8 @@ def _nbytes(states: tuple[Any, Any]) -> int:
     return sum(int(torch.tensor(shape).prod()) * dtype.itemsize for shape, dtype in sizes)
 
 
-def main(version: str, folder: str | None = None) -> None:
-    """Record the answers of the installed vLLM as those of `version`."""
+def main(version: str, folder: str | None = None, file: str | None = None) -> None:
+    """Record the answers of the installed vLLM as those of `version`, by default in `ANSWERS`."""
     vllm_platform.install()
     found: dict[str, Any] = {}
     for name, model in models(Path(folder) if folder else None).items():
@@ -262,7 +269,7 @@ def main(version: str, folder: str | None = None) -> None:
                 if made is not None:
                     same = found.setdefault(name, {}).setdefault(str(tp), [])
                     _merge(same, chip, made)
-    _write(OF_CONFIGS if folder else ANSWERS, version, found)
+    _write(Path(file) if file else OF_CONFIGS if folder else ANSWERS, version, found)
 
 
 def _write(file: Path, version: str, found: dict[str, Any]) -> None:

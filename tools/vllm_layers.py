@@ -23,6 +23,7 @@ from kvatlas.specs import (
     LatentAttention,
     Mamba2,
     Recurrent,
+    Ring,
     SlidingAttention,
     SlidingLatentAttention,
 )
@@ -46,6 +47,7 @@ class LayerBuilder:
     def __init__(self, model: Model, tp: int, platform: Any, config: Any) -> None:
         self.model, self.tp, self.platform, self.config = model, tp, platform, config
         self.indexed = {x.index for x in model.layers if isinstance(x.spec, Indexer)}
+        self.rings = {x.index: x.spec for x in model.layers if isinstance(x.spec, Ring)}
         self.cache = next((s for s in map(_requested, model.layers) if s != "auto"), "auto")
 
     def build(self) -> dict[str, Any]:
@@ -68,6 +70,8 @@ class LayerBuilder:
         spec = layer.spec
         if isinstance(spec, Recurrent):
             return self._recurrent(spec)
+        if layer.index in self.rings and not isinstance(spec, LatentAttention):
+            return self._with_ring(layer, self.rings[layer.index])
         if isinstance(spec, Indexer):
             return self._index_cache(layer.name, spec)
         if isinstance(spec, CompressorState):
@@ -177,6 +181,70 @@ class LayerBuilder:
         about = {"num_kv_heads": heads, "head_dim": spec.head_dim, "attn_backend": backend}
         return _with(made, **about, **self._cached())
 
+    def _with_ring(self, layer: Layer, ring: Ring) -> Any:
+        """Return a ring, or a cache of a layer that has one."""
+        if ring.fills_page:
+            return self._step5(layer)
+        if ring.parts > 1:
+            return self._pooled(layer)
+        from vllm.models.qwen4_exp.common import qsa_cache
+
+        spec: Any = layer.spec
+        if isinstance(spec, Attention):
+            importlib.import_module("vllm.models.qwen4_exp.nvidia.model")  # it and qsa are a cycle
+            from vllm.models.qwen4_exp.nvidia import qsa
+
+            made = _empty(qsa.Qwen4ExpQSAAttention)
+            about: dict[str, Any] = {"num_kv_heads": self._heads(spec), "head_dim": spec.head_dim}
+            backend = qsa.Qwen4ExpQSAFlashAttentionBackend
+            return _with(made, **about, **self._cached(), attn_backend=backend)
+        own: dict[str, Any] = {"dtype": torch.bfloat16, "cache_config": self.config.cache_config}
+        own |= {"prefix": layer.name, "vllm_config": self.config, "compress_ratio": ring.group}
+        if isinstance(spec, Ring):
+            axes = spec.positions > 0
+            return qsa_cache.QSAKeyStateCache(
+                **own, head_size=spec.width, cache_rope_positions=axes
+            )
+        return qsa_cache.QSACompressedKeyCache(**own, head_size=spec.head_dim)
+
+    def _pooled(self, layer: Layer) -> Any:
+        """Return the ring or the indexer of GLM-5.3."""
+        from vllm.models.glm5next.common import attention
+
+        spec: Any = layer.spec
+        own: dict[str, Any] = {"prefix": layer.name, "cache_config": self.config.cache_config}
+        if isinstance(spec, Ring):
+            own |= {"head_dim": spec.width, "dtype": torch.bfloat16, "index_kpool": spec.group}
+            return attention.Glm5NextTailCache(**own)
+        row = spec.head_dim + spec.head_dim // _INDEX_SCALES * 4
+        own |= {"head_dim": row, "dtype": torch.uint8, "index_kpool": spec.compress}
+        return attention.Glm5NextIndexerCache(**own)
+
+    def _step5(self, layer: Layer) -> Any:
+        """Return the attention, the summaries or the ring of a sparse layer of Step5."""
+        from vllm.models.step5.nvidia import csa_tail_ring, sparse_summary_cache
+        from vllm.models.step5.nvidia.sparse_attention import Step5DSAAttentionBackend
+
+        about: dict[str, Any] = {
+            "prefix": layer.name,
+            "static_forward_context": self.config.compilation_config.static_forward_context,
+        }
+        spec: Any = layer.spec
+        capability = self.platform.get_device_capability()
+        if not Step5DSAAttentionBackend.supports_compute_capability(capability):
+            raise UnsupportedError("STEP5_DSA does not support this chip")
+        if isinstance(spec, Attention):
+            sizes: dict[str, Any] = {"head_size": spec.head_dim, "head_size_v": spec.head_dim}
+            sizes |= {"num_kv_heads": self._heads(spec), "sliding_window": None}
+            made = _bare("attention", "Attention")
+            return _with(made, **sizes, **self._cached(), attn_backend=Step5DSAAttentionBackend)
+        if isinstance(spec, Indexer):
+            return sparse_summary_cache.Step5SparseSummaryCacheLayer(**about, target_impl=None)
+        main = layer.name.rpartition(".")[0]
+        return csa_tail_ring.Step5CSATailRing(
+            **about, main_layer_name=main, num_speculative_tokens=0
+        )
+
     def _resolve_v4(self) -> None:
         from vllm.models.deepseek_v4 import attention
         from vllm.models.deepseek_v4.nvidia import model
@@ -228,6 +296,13 @@ class LayerBuilder:
             dtype, state = DTYPES[self.model.dtype], DTYPES[spec.ssm_dtype]
             about["kda_prefill_backend"] = kda.resolve_kda_prefill_backend(
                 "auto", spec.head_dim, dtype, state, BOUND
+            )
+        elif isinstance(spec, KimiDelta) and self.model.architecture.startswith("Glm5Next"):
+            from vllm.models.glm5next.common import kda as glm_kda
+
+            base = glm_kda.Glm5NextLinearAttention
+            about["kda_prefill_backend"] = glm_kda._resolve_kda_prefill_backend(
+                "auto", spec.head_dim, DTYPES[self.model.dtype], BOUND
             )
         elif isinstance(spec, Mamba2):
             from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2

@@ -19,6 +19,22 @@ CUDA = 13
 _FLASH_ATTENTION = {8: 2, 9: 3, 10: 4}
 """The version of FlashAttention that vLLM selects, by major compute capability."""
 
+_STEP5 = tuple(
+    f"vllm.models.step5.nvidia.{name}"
+    for name in (
+        "flashinfer_sparse",
+        "model",
+        "mtp",
+        "ops",
+        "ops.attention_gate",
+        "ops.sparse_prefill",
+        "ops.sparse_prefill_pages",
+        "ops.summary_update",
+        "vl",
+    )
+)
+"""Modules of Step5 whose kernels need Triton."""
+
 
 class _Anything(type):
     """The class of classes that are not installed: every attribute of them is None."""
@@ -106,7 +122,7 @@ def _take_kernels_as_built() -> None:
     vars(interface)["is_fa_version_supported"] = yes
     vars(kernels).update(flash_attn_interface=interface, is_fa_version_supported=yes)
     # Kernels in CuTe, which a CUDA wheel compiles when they run.
-    names = ("vllm.vllm_flash_attn.cute", "vllm.vllm_flash_attn.cute.interface")
+    names = ("vllm.vllm_flash_attn.cute", "vllm.vllm_flash_attn.cute.interface", *_STEP5)
     compiled = [_Placeholder(name) for name in (*names, "vllm.models.minimax_m3.nvidia.ops")]
     sys.modules |= {one.__name__: one for one in (kernels, interface, *compiled)}
     vars(fa_utils)["flash_attn_supports_mla"] = yes

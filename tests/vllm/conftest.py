@@ -14,7 +14,8 @@ from tests.vllm.verdicts import Verdicts
 _NEED_VLLM = [
     "test_engine*.py", "test_describe.py", "test_event_traces.py", "test_hit_rates.py",
     "test_interface.py", "test_offload.py", "kv_cache_configs.py", "made_up_groups.py",
-    "misplaced_pages.py", "overlapping_pages.py", "preloaded.py",
+    "misplaced_pages.py", "overlapping_pages.py", "planning_functions.py", "preloaded.py",
+    "sleeping_workers.py", "vendor_platform.py",
 ]  # fmt: skip
 collect_ignore_glob = [] if find_spec("vllm") else _NEED_VLLM
 

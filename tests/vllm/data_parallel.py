@@ -12,14 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.engine_process import (
-    ANSWER_SECONDS,
-    FOR_ALL,
-    Answer,
-    answer_of,
-    engine_config,
-    sampling,
-)
+from tests.vllm.engine_arguments import answer_of, engine_config, sampling
+from tests.vllm.engine_process import ANSWER_SECONDS, FOR_ALL, Answer
 from tests.vllm.engine_process import started as started_process
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.vllm.connector_pulls import bytes_on_their_way, bytes_pulled, pulls
+from tests.vllm.engine_arguments import answer_of, engine_config, sampling
 
 START_SECONDS = 300.0
 ANSWER_SECONDS = 180.0
@@ -97,6 +98,10 @@ class Engine:
 
     def abort(self, name: str) -> None:
         self.pipe.send(("abort", name))
+
+    def sleep_and_wake_up(self) -> None:
+        """Give the memory of its caches back, and get other memory."""
+        self._ask("nap")
 
     def forget(self) -> None:
         """Have no prefix be found any more."""
@@ -176,6 +181,14 @@ def started(
     process = context.Process(target=serve, args=(there, *about), name=name)
     process.start()
     there.close()
+    with until_stopped(here, process):
+        yield here, process
+
+
+@contextmanager
+def until_stopped(here: Connection, process: Any) -> Iterator[None]:
+    """Wait until the process at the pipe's other end is ready; in the end, stop it."""
+    name = process.name
     try:
         deadline = time.monotonic() + START_SECONDS
         while not here.poll(0.2):
@@ -184,7 +197,7 @@ def started(
         said, *what = here.recv()
         if said != "ready":
             raise EngineStartError(what[0])
-        yield here, process
+        yield
     finally:
         if process.is_alive():
             try:
@@ -230,71 +243,13 @@ def _bind(core: int) -> None:
 def _start(model: str, connector: Any, options: dict[str, Any]) -> Any:
     from vllm import LLMEngine
 
-    return LLMEngine.from_vllm_config(engine_config(model, connector, options))
-
-
-def engine_config(model: str, connector: Any, options: dict[str, Any]) -> Any:
-    """What vLLM makes of an engine's arguments, in its own process."""
-    from vllm import EngineArgs
-    from vllm.config import KVEventsConfig
-
-    given: dict[str, Any] = {
-        "skip_tokenizer_init": True,
-        "dtype": "float32",
-        "max_model_len": 1024,
-        "max_num_seqs": 32,
-        "enforce_eager": True,
-        "enable_prefix_caching": False,
-        "disable_log_stats": False,
-        "num_gpu_blocks_override": 256,
-        "kv_transfer_config": connector,
-    }
-    if "kv_cache_memory_bytes" in options:
-        del os.environ["VLLM_CPU_KVCACHE_SPACE"]  # which is whole GiB, and would win
-    if "kv_events_config" in options:
-        options = options | {"kv_events_config": KVEventsConfig(**options["kv_events_config"])}
-    config = EngineArgs(model=model, **given | options).create_engine_config()
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # ranks too have imported all they need
-    return config
-
-
-def sampling(tokens: int, params: Any, samples: int = 1) -> Any:
-    """How a request is sampled, with its kv_transfer_params: greedily, or seeded if several."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    several: dict[str, Any] = {
-        "temperature": 1.0,
-        "seed": 11,
-        "n": samples,
-        "output_kind": RequestOutputKind.FINAL_ONLY,
-    }
-    return SamplingParams(
-        max_tokens=tokens,
-        logprobs=1,
-        ignore_eos=True,
-        detokenize=False,
-        extra_args=None if params is None else {"kv_transfer_params": params},
-        **(several if samples > 1 else {"temperature": 0}),
-    )
-
-
-def answer_of(output: Any) -> dict[str, Any]:
-    """What an `Answer` says of a request that vLLM has finished."""
-    made = output.outputs[0]
-    chosen = [
-        step[token].logprob
-        for step, token in zip(made.logprobs or (), made.token_ids, strict=False)
-    ]
-    return {
-        "tokens": list(made.token_ids),
-        "logprobs": chosen,
-        "params": output.kv_transfer_params,
-        "reason": str(made.finish_reason),
-        "cached": output.num_cached_tokens or 0,
-        "samples": [list(one.token_ids) for one in output.outputs],
-        "reasons": [str(one.finish_reason) for one in output.outputs],
-    }
+    config = engine_config(model, connector, options)
+    # vLLM removes the handlers of its loggers while it makes the config.
+    logger = logging.getLogger("vllm.kvatlas.planner")
+    logger.addHandler(_PLANNER)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    return LLMEngine.from_vllm_config(config)
 
 
 class _Running:
@@ -302,6 +257,7 @@ class _Running:
         self.pipe, self.engine = pipe, made
         _copy_requests(made.engine_core)
         self.scheduler = made.engine_core.engine_core.scheduler
+        self.fits = _requests_that_fit(made.vllm_config, self.scheduler.kv_cache_config)
         self.taken: list[tuple[float, int, bool]] = []
         self.preempted: set[str] = set()
         self.drafts: defaultdict[str, list[list[int]]] = defaultdict(list)
@@ -347,6 +303,13 @@ class _Running:
     def abort(self, name: str) -> None:
         self.engine.abort_request([name])
 
+    def nap(self) -> None:
+        core = self.engine.engine_core.engine_core
+        core.sleep(level=1)
+        assert core.is_sleeping()
+        core.wake_up()
+        self.pipe.send(("nap", None))
+
     def forget(self) -> None:
         assert self.engine.reset_prefix_cache(), "a request still holds blocks"
 
@@ -362,12 +325,22 @@ class _Running:
             "block": self.engine.vllm_config.cache_config.block_size,
             "blocks": pool.num_gpu_blocks,
             "groups": len(self.scheduler.kv_cache_config.kv_cache_groups),
+            "fits": self.fits,
+            "planner": _PLANNER.said,
+            "version": import_module("vllm").__version__,
         }
         self.pipe.send(("facts", found))
 
     def steps(self) -> None:
         self.pipe.send(("steps", self.taken))
         self.taken = []
+
+
+def _requests_that_fit(vllm_config: Any, kv_cache_config: Any) -> float:
+    """Requests of max_model_len, as vLLM counts them."""
+    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
+
+    return float(get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache_config))
 
 
 def _copy_requests(core: Any) -> None:
@@ -377,9 +350,13 @@ def _copy_requests(core: Any) -> None:
 
 
 class _Warned(logging.Handler):
-    """The last that the connector has warned of."""
+    """The last that was logged, such as what the connector has warned of."""
 
     said = ""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.said = record.getMessage()
+
+
+_PLANNER = _Warned()
+"""The last that the planner has logged."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from vllm.v1.attention.backend import MultipleOf
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -35,6 +34,7 @@ from kvatlas.specs import (
     SlidingAttention,
     SlidingLatentAttention,
 )
+from tests.vllm.planning_functions import PLANNING
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -113,6 +113,8 @@ def kv_cache_config(made: Plan, model: Model) -> KVCacheConfig:
             prefix_cache_retention_interval=None,
         ),
     )
-    made_config = get_kv_cache_config_from_groups(config, groups, made.pools[0].nbytes)
+    made_config: KVCacheConfig = PLANNING.get_kv_cache_config_from_groups(
+        config, groups, made.pools[0].nbytes
+    )
     made_config.kv_cache_layout = made.layout
     return made_config

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.core import kv_cache_utils
+from tests.vllm.planning_functions import PLANNING
 
-_original = kv_cache_utils.get_kv_cache_config_from_groups
+_original = PLANNING.get_kv_cache_config_from_groups
 
 
 def get_kv_cache_config_from_groups(
@@ -19,4 +19,4 @@ def get_kv_cache_config_from_groups(
     return made
 
 
-kv_cache_utils.get_kv_cache_config_from_groups = get_kv_cache_config_from_groups
+PLANNING.get_kv_cache_config_from_groups = get_kv_cache_config_from_groups  # type: ignore[attr-defined]

@@ -7,6 +7,8 @@ from typing import Any
 
 VOCABULARY = 512
 
+WINDOW = 64
+
 _DENSE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
@@ -26,10 +28,60 @@ _MAMBA: dict[str, Any] = {
     "mamba_chunk_size": 32,
 }
 
-WINDOW = 64
-
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**_DENSE, "num_hidden_layers": 3, "head_dim": 32}),
+    # RoPE that is scaled in two of the ways that checkpoints have; "qwen3" and "gpt_oss" have YaRN.
+    "llama_scaled": (
+        "LlamaConfig",
+        {
+            **_DENSE,
+            "num_hidden_layers": 2,
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 256,
+            },
+        },
+    ),
+    "llama_linear": (
+        "LlamaConfig",
+        {
+            **_DENSE,
+            "num_hidden_layers": 2,
+            "head_dim": 32,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
+        },
+    ),
+    "qwen3": (
+        "Qwen3Config",
+        {
+            **_DENSE,
+            "num_hidden_layers": 2,
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 512,
+            },
+        },
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            **_DENSE,
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "attention_chunk_size": WINDOW,
+            "intermediate_size_mlp": 256,
+            "num_local_experts": 2,
+            "interleave_moe_layer_step": 4,
+        },
+    ),
     "small_llama": ("LlamaConfig", {**_DENSE, "num_hidden_layers": 1, "head_dim": 32}),
     "mistral": (
         "MistralConfig",
@@ -123,6 +175,27 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "expand": 2,
             "conv_kernel": 4,
             "chunk_size": 32,
+        },
+    ),
+    # Attention of twice the hidden size, in every other layer next to a state.
+    "zamba2": (
+        "Zamba2Config",
+        {
+            **_DENSE,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 8,
+            "layers_block_type": ["mamba", "hybrid"] * 4,
+            "hybrid_layer_ids": [1, 3, 5, 7],
+            "mamba_d_state": 128,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "n_mamba_heads": 8,
+            "mamba_headdim": 32,
+            "mamba_ngroups": 1,
+            "chunk_size": 32,
+            "num_mem_blocks": 1,
+            "use_mem_rope": True,
+            "use_shared_attention_adapter": False,
         },
     ),
     # The sizes that vLLM's CPU backend for MLA takes.

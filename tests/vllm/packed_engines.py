@@ -26,19 +26,26 @@ class Figures:
     block: int
     blocks: int
     groups: int
+    fits: float
+    """Requests of max_model_len, by vLLM's own function."""
     answers: dict[str, Answer] = field(default_factory=dict)
     hits: int = 0
+    last_hits: int = 0
+    """Of the last request with each shared prefix: vLLM has then saved the state where it ends."""
     asked: int = 0
 
     def row(self, right: Figures) -> str:
         worst = max(difference(right.answers[key], self.answers[key]) for key in right.answers)
         return (
-            f"{self.plan:>14} {self.block:>6} {self.blocks:>7} {self.groups:>7} "
+            f"{self.plan:>14} {self.block:>6} {self.blocks:>7} {self.groups:>7} {self.fits:>9.2f} "
             f"{self.hits:>6} of {self.asked} {worst:>9.1e}"
         )
 
 
-HEADER = f"{'plan':>14} {'block':>6} {'blocks':>7} {'groups':>7} {'hits':>6}    tokens   logprobs"
+HEADER = (
+    f"{'plan':>14} {'block':>6} {'blocks':>7} {'groups':>7} {'requests':>9} "
+    f"{'hits':>6}    tokens   logprobs"
+)
 
 
 @contextmanager
@@ -50,14 +57,18 @@ def planned_engine(
     batch: int = 64,
     memory: int = 12 << 20,
     imports: str = "",
+    settings: dict[str, str] | None = None,
     **options: Any,
 ) -> Iterator[Engine]:
-    """An engine with a value of KVATLAS_PLAN; `PLAIN` for none. `imports` is a module to import.
+    """An engine with a value of KVATLAS_PLAN; `PLAIN` for none. `imports` is a module to import,
+    `settings` is more of its environment.
 
     With prefix caching, vLLM's CPU kernel crashes in prefills longer than a block, so `batch`
     tokens at once are at most a block of the smallest plan.
     """
-    environment = {} if plan == PLAIN else {"KVATLAS_PLAN": plan}
+    environment = dict(settings or {})
+    if plan != PLAIN:
+        environment["KVATLAS_PLAN"] = plan
     if imports:
         environment["TEST_IMPORTS"] = imports
     about: dict[str, Any] = {
@@ -77,7 +88,7 @@ def planned_engine(
 def ask(made: Engine, plan: str, *, long: int = 40) -> Figures:
     """Ask an engine everything: lengths around borders, 16 requests at once, shared prefixes."""
     facts = made.started
-    found = Figures(plan, facts["block"], facts["blocks"], facts["groups"])
+    found = Figures(plan, facts["block"], facts["blocks"], facts["groups"], facts["fits"])
     for length in LENGTHS:
         found.answers[f"{length} tokens"] = made.generate(prompt(length))
     found.answers["long decode"] = made.generate(prompt(55, seed=3), tokens=long)
@@ -88,5 +99,6 @@ def ask(made: Engine, plan: str, *, long: int = 40) -> Figures:
         begin, rest = prompt(SHARED, seed=40 + n % 4), prompt(30 + n, seed=60 + n)
         answer = made.generate([*begin, *rest])
         found.answers[f"shared prefix {n}"] = answer
+        found.last_hits += answer.cached if n >= 12 else 0
         found.hits, found.asked = found.hits + answer.cached, found.asked + SHARED + 30 + n
     return found

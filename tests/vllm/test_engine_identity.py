@@ -16,14 +16,8 @@ from kvatlas.engines.vllm.weights_identity import engine_identity
 from kvatlas.errors import Code
 from kvatlas.models import CacheIdentity
 from tests.vllm.comparing import assert_nothing_held, assert_same, atlas, prompt, undisturbed
-from tests.vllm.engine_process import (
-    FOR_ALL,
-    Answer,
-    Engine,
-    EngineStartError,
-    engine,
-    engine_config,
-)
+from tests.vllm.engine_arguments import engine_config
+from tests.vllm.engine_process import FOR_ALL, Answer, Engine, EngineStartError, engine
 from tests.vllm.models import checkpoint
 
 TOKENS = 200

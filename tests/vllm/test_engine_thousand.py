@@ -13,8 +13,10 @@ from tests.vllm.engine_process import Engine, engine
 from tests.vllm.models import checkpoint
 
 TIMES = 1000 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 200
-WARM = 50
-"""Requests after which nothing may grow any more."""
+LENGTHS = 100
+"""Different lengths of prompts. torch keeps kernels for each of them, megabytes on some CPUs."""
+WARM = LENGTHS
+"""Requests after which nothing may grow any more: each length was computed."""
 MOST_GROWTH = 16 << 20
 """Bytes: vLLM's own counters grow a little, a leaked connection or table would grow more."""
 
@@ -58,7 +60,7 @@ def test_many_requests_in_a_row(transport: str, checkpoints: Path) -> None:
 def ask(prefill: Engine, decode: Engine, times: int) -> None:
     """Requests one after the other, each read by the other engine."""
     for number in range(times):
-        tokens = prompt(40 + number % 100, seed=number)
+        tokens = prompt(40 + number % LENGTHS, seed=number)
         params = prefill.prefill(tokens).params
         assert decode.generate(tokens, tokens=1, params=params).reason == "length"
         assert not decode.facts()["warned"]

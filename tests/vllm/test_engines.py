@@ -26,8 +26,21 @@ from tests.vllm.engine_process import engine
 from tests.vllm.models import checkpoint
 from tests.vllm.verdicts import OURS, RIGHT, Verdicts
 
+EACH_RELEASE = {("gemma3", 64, 128), ("granite", 128, 256)}
+"""Models and blocks of the pairs that are also run with other releases of vLLM."""
 
-@pytest.mark.parametrize(("name", "one", "other"), PAIRS)
+
+def pairs() -> list[Any]:
+    found = []
+    for name, one, other in PAIRS:
+        each = (name, one["block_size"], other["block_size"]) in EACH_RELEASE
+        several = any("parallel" in key for key in one)
+        marks = [pytest.mark.each_release] if each and not several else []
+        found.append(pytest.param(name, one, other, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("name", "one", "other"), pairs())
 def test_every_length_from_either_engine_to_the_other(
     name: str,
     one: dict[str, Any],
@@ -60,7 +73,14 @@ def test_every_length_from_either_engine_to_the_other(
         assert_nothing_held(first, second)
 
 
-@pytest.mark.parametrize(("name", "off"), [("llama", False), ("gemma3", False), ("gemma3", True)])
+@pytest.mark.parametrize(
+    ("name", "off"),
+    [
+        ("llama", False),
+        pytest.param("gemma3", False, marks=pytest.mark.each_release),
+        ("gemma3", True),
+    ],
+)
 def test_prefixes_that_are_there_are_not_read_again(
     name: str, off: bool, checkpoints: Path
 ) -> None:

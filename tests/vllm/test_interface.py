@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import vllm
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -21,16 +24,38 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiConnector,
     MultiKVConnectorStats,
 )
+from vllm.v1 import kv_cache_interface
+from vllm.v1.kv_cache_interface import KVQuantMode
 
 from kvatlas import AtlasError
-from kvatlas.engines.vllm import KVAtlasConnector
-from kvatlas.engines.vllm.connector import KVAtlasEndpoint
-from kvatlas.engines.vllm.connector_stats import COUNTERS, KVAtlasPromMetrics, KVAtlasStats
+from kvatlas.engines.vllm import ConnectorSettings, KVAtlasConnector, describe_engine
+from kvatlas.engines.vllm.connector_messages import KVAtlasEndpoint, KVAtlasStep
+from kvatlas.engines.vllm.connector_stats import KVAtlasPromMetrics, KVAtlasStats
+from kvatlas.engines.vllm.exported_counters import COUNTERS
+from kvatlas.engines.vllm.layer_specs import READ_CLASSES, cache_dtype
+from kvatlas.engines.vllm.orders import OfferOrder, StepOrders
 from kvatlas.engines.vllm.supported_versions import METHODS, check_version
 from kvatlas.engines.vllm.tier_worker import TierCounts
 from kvatlas.engines.vllm.transfer_keys import TRANSFER_KEYS
-from kvatlas.engines.vllm.worker_side import PullCounts
+from kvatlas.engines.vllm.worker_side import PullCounts, WorkerSide
+from kvatlas.specs import ATTENTION_CACHES
+from kvatlas.wire import Memory
+from tests.identities import OURS
+from tests.vllm.recorded_interface import (
+    FOLDER,
+    OVERRIDDEN,
+    READ,
+    REFUSED,
+    bases,
+    differences,
+    interface_of,
+    recorded,
+)
 from tests.vllm.shapes import Config, FullAttentionSpec, Group, vllm_config
+
+pytestmark = pytest.mark.each_release
+
+RELEASE = ".".join(vllm.__version__.split(".")[:2])
 
 
 def transfer_config(**extra: Any) -> KVTransferConfig:
@@ -49,6 +74,101 @@ def test_vllm_finds_the_connector_by_its_flag() -> None:
     check_version(vllm.__version__, KVConnectorBase_V1)
     overridden = {name for name in METHODS if name in vars(KVAtlasConnector)}
     assert set(METHODS) - overridden == {"bind_connector_metadata"}
+
+
+def test_every_method_and_field_of_vllm_is_one_that_we_decided_about() -> None:
+    found = interface_of(bases(), kv_cache_interface)
+    assert differences(RELEASE, found) == []
+    known = recorded(RELEASE)
+    assert known is not None
+    own = {name for name in known["methods"] if name in vars(KVAtlasConnector)}
+    assert own == {name for name, what in known["methods"].items() if what == OVERRIDDEN}
+    layers = {
+        name: one["decision"]
+        for name, one in known["classes"].items()
+        if name.endswith("Spec")
+        and name not in ("KVCacheSpec", "AttentionSpec", "KVCacheGroupSpec")
+    }
+    assert {name for name, what in layers.items() if what == READ} == set(READ_CLASSES)
+    assert set(layers.values()) == {READ, REFUSED}
+
+
+def test_a_later_release_fails_by_the_names_of_what_is_new() -> None:
+    """A simulated 0.34: a method more, a field with another name, a cache mode more."""
+
+    class Next(KVConnectorBase_V1):  # type: ignore[misc]
+        def prepare_for_sleep(self) -> None: ...
+
+    found = interface_of([*bases(), Next], kv_cache_interface)
+    fields = found["classes"]["MambaSpec"]
+    fields[fields.index("mamba_cache_mode")] = "state_cache_mode"
+    found["modes"].append("FP3")
+    told = differences("0.34", found)
+    newest = max(path.stem for path in FOLDER.glob("*.json"))
+    assert f"vLLM 0.34 has no recorded interface; it was compared with {newest}" in told
+    decide = "decide what the connector does with it, and record the decision"
+    assert {
+        f"new method prepare_for_sleep in vLLM 0.34: {decide}",
+        f"new field of MambaSpec: state_cache_mode in vLLM 0.34: {decide}",
+        f"missing field of MambaSpec: mamba_cache_mode in vLLM 0.34: {decide}",
+        f"new cache mode FP3 in vLLM 0.34: {decide}",
+    } <= set(told)
+
+
+@pytest.mark.parametrize("mode", list(KVQuantMode.__members__))
+def test_cache_modes_are_known_or_refused_by_name(mode: str) -> None:
+    """Also those under a second name, as CUSTOM is in 0.33."""
+    spec = SimpleNamespace(kv_quant_mode=KVQuantMode[mode])
+    served: Any = SimpleNamespace(cache="auto")
+    try:
+        found = cache_dtype("l.0.attn", spec, served)
+    except AtlasError as refusal:
+        assert repr(KVQuantMode[mode].name.lower()) in str(refusal)
+        assert "l.0.attn" in str(refusal)
+    else:
+        assert found in ATTENTION_CACHES
+    new = SimpleNamespace(kv_quant_mode=SimpleNamespace(name="FP3"))
+    with pytest.raises(AtlasError, match="'fp3' for l"):
+        cache_dtype("l.0.attn", new, served)
+
+
+def test_sleep_ends_registrations_and_waking_up_makes_them_again() -> None:
+    """Without a GPU: a rank's node is closed, offers end, and another node has the same caches."""
+    config = vllm_config()
+    config.model_config.hf_config.to_dict = dict
+    config.kv_transfer_config = transfer_config(transport="shm", weights_identity="tests")
+    groups = Config([Group(FullAttentionSpec(block_size=64), ["a.0.attn"])])
+    assert KVAtlasConnector.supports_sleep_mode(config.kv_transfer_config)
+    made = KVAtlasConnector(config, KVConnectorRole.WORKER, groups)
+    made.unregister_kv_caches()
+    made.restore_kv_caches()
+    assert made.get_handshake_metadata() is None, "there is nothing to restore yet"
+    plan = describe_engine(config, groups)
+    (pool,) = plan.rank_pools(0).values()
+    cache = np.zeros(pool.nbytes, np.uint8)
+    memory = Memory(cache.ctypes.data, cache.nbytes, owner=cache)
+    settings = ConnectorSettings.read({"transport": "shm"})
+    about: dict[str, Any] = {"port": 0, "identity": OURS, "ended": made._ended}
+    made._start_worker = partial(WorkerSide, plan, 0, memory, settings, **about)
+    endpoints = []
+    for _ in range(3):
+        made.restore_kv_caches()
+        made.restore_kv_caches()
+        metadata = made.get_handshake_metadata()
+        assert metadata is not None
+        assert metadata.endpoint is not None
+        endpoints.append(metadata.endpoint)
+        orders = StepOrders(offers=[OfferOrder("r", "r/1", ((1, 2),), 100)])
+        made.bind_connector_metadata(KVAtlasStep(orders))
+        made.start_load_kv(None)
+        made.unregister_kv_caches()
+        made.unregister_kv_caches()
+        assert made.get_handshake_metadata() is None
+        assert made.get_transfer_results(set()).finished_sending == {"r"}, "no block stays pinned"
+        host, _, port = metadata.endpoint.rpartition("//")[2].rpartition(":")
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection((host, int(port)), timeout=5)
+    made.shutdown()
 
 
 def test_the_keys_beside_the_role_are_vllms() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +13,19 @@ import pytest
 from kvatlas import AtlasError
 from kvatlas.engines.vllm import describe_engine, describe_stage, join_stages
 from kvatlas.engines.vllm.describe import check_windows
+from kvatlas.engines.vllm.transfer_groups import TransferGroup
 from kvatlas.errors import Code
+from kvatlas.planning import Plan
 from kvatlas.routing import fingerprint, route
-from kvatlas.specs import FullAttention, SlidingAttention, Visibility
-from tests.vllm.shapes import Config, FullAttentionSpec, Group, SlidingWindowSpec, vllm_config
+from kvatlas.specs import FullAttention, Ring, SlidingAttention, Visibility
+from tests.vllm.shapes import (
+    AttentionSpec,
+    Config,
+    FullAttentionSpec,
+    Group,
+    SlidingWindowSpec,
+    vllm_config,
+)
 
 FULL = FullAttentionSpec(block_size=64)
 SLIDING = SlidingWindowSpec(block_size=64)
@@ -158,3 +169,77 @@ def _config(spec: Any) -> Any:
         transfer_groups=config.groups, kv_cache_tensors=tensors, num_blocks=16,
         kv_cache_layout="LBHNC",
     )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class CircularBufferSpec(AttentionSpec):
+    """vLLM 0.33's spec of a ring: one block per request, with as many states as it has tokens."""
+
+    dtype: str = "torch.bfloat16"
+    head_size_v: int = 0
+    item: int = 2
+
+    @property
+    def num_states(self) -> int:
+        return self.block_size
+
+
+RINGS = {
+    "qwen4": ("Qwen4-Exp", "model.layers.3.self_attn.indexer.raw_key_cache", 1),
+    "glm5": ("GLM-5.3-Flash", "model.layers.3.self_attn.indexer.tail_cache", 2),
+    "step5": ("Step5", "model.layers.1.self_attn.attn.csa_tail_ring", 1),
+}
+
+
+def ring_engine(kind: str, rows: int, **about: Any) -> Plan:
+    """The plan of an engine's ring, without its other layers."""
+    name, layer, heads = RINGS[kind]
+    file = Path(__file__).parents[1] / "planning" / "ring_configs" / f"{name}.json"
+    config = vllm_config()
+    config.model_config.dtype = "torch.bfloat16"
+    config.model_config.hf_config = json.loads(file.read_text())
+    sizes = {"head_size": 128, "num_kv_heads": heads, **about}
+    spec = CircularBufferSpec(block_size=rows, **sizes)
+    return describe_engine(config, of((spec, [layer])))
+
+
+@pytest.mark.parametrize(("kind", "group"), [("qwen4", 4), ("glm5", 16)])
+def test_a_ring_has_the_rows_of_the_engine(kind: str, group: int) -> None:
+    """An engine that decodes speculative tokens has a larger ring; rows move between both."""
+    layer, ends = RINGS[kind][1], [ring_engine(kind, rows) for rows in (group, 2 * group)]
+    rings = [made.spec(layer) for made in ends]
+    assert [ring.rows for ring in rings if isinstance(ring, Ring)] == [group, 2 * group]
+    assert [group.kind for group in ends[0].groups] == ["ring"]
+    assert fingerprint(ends[0]) == fingerprint(ends[1])
+    blocks: dict[str, Any] = {"source_blocks": [5], "destination_blocks": [9]}
+    way = route(*ends)
+    (copy,) = way.bind(source_rank=0, destination_rank=0, **blocks, tokens=5 * group + 3).copies
+    # Token 5 * group is the first row of the smaller ring, and in the middle of the larger one.
+    views = [[made.view(layer, field.name) for field in made.page(layer).fields] for made in ends]
+    first = [
+        sorted(int(view(**(dict.fromkeys(view.axes, 0) | {"B": block, "N": row}))) for view in own)
+        for own, block, row in zip(views, (5, 9), (0, group), strict=True)
+    ]
+    assert [sorted(copy.source.tolist()), sorted(copy.destination.tolist())] == first
+    assert set(copy.length.tolist()) == {3 * 256}
+
+
+def test_a_ring_of_other_sizes_is_refused() -> None:
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("qwen4", {"head_size_v": 128}),
+        ("qwen4", {"num_kv_heads": 3}),
+        ("step5", {"head_size": 3072}),
+    ]
+    for kind, sizes in wrong:
+        with pytest.raises(AtlasError) as refusal:
+            ring_engine(kind, 16, **sizes)
+        assert refusal.value.code is Code.ENGINE_REFUSES
+        assert RINGS[kind][1] in str(refusal.value)
+
+
+def test_the_scheduler_holds_one_block_of_a_ring() -> None:
+    ring = TransferGroup(CircularBufferSpec(block_size=8), 0)
+    assert ring.table([7], 1000) == (7,)
+    assert ring.entries(0, 1000) == ring.entries(999, 1000) == slice(0, 1)
+    assert ring.incomplete_blocks(0, 1000) == 0
+    assert ring.partial, "the prefill engine leaves out the last token"

@@ -153,6 +153,28 @@ def test_ranks_of_unlike_engines_share_a_tier_and_a_prefix_is_found_when_all_hav
     one.close()
 
 
+def test_before_sleep_the_tier_is_left_alone_and_afterwards_it_is_used_again(
+    tmp_path: Path,
+) -> None:
+    """Caches whose memory has gone are neither read nor written; what was stored is found."""
+    one = Ranks(tmp_path / "tier", "one", tp=1, block=64)
+    table = [3, 9, 1, 7, 5]
+    request = asking(TOKENS[:300])
+    request.num_computed_tokens = 300
+    assert one.scheduler.finished(request, (table,))[0]
+    one.carry_out()
+    one.workers[0].finish()
+    assert one.ended[0].take().sent == {"r"}, "the store was waited for"
+    expected = expected_at(one, one, table, [6, 2, 12, 14])
+    found = asking(TOKENS, "found")
+    assert one.matched(found) == 256
+    one.scheduler.allocated(found, Blocks([6, 2, 12, 14]), 256)
+    one.carry_out()
+    assert one.wait(0).failed == set()
+    np.testing.assert_array_equal(one.pools[0], expected[0])
+    one.close()
+
+
 def test_what_was_found_is_read_when_the_engine_that_served_the_tier_has_gone(
     tmp_path: Path,
 ) -> None:

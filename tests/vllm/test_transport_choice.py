@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from kvatlas.engines.vllm.engine_pair import Verdict
 from kvatlas.engines.vllm.transport_choice import TransportChoice, choose_transport
 from kvatlas.engines.vllm.transport_finding import _opened
 from kvatlas.errors import Code
+from kvatlas.wire.transports import tcp
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104
 
@@ -69,3 +71,22 @@ def test_doctor_opens_the_transport(given: dict[str, Any], verdict: Verdict, rea
     found = _opened(choose_transport(settings, on_gpu=False), settings)
     assert found[0] == verdict
     assert reason in found[1]
+
+
+def test_doctor_reports_what_peers_see(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"a secret of sixteen bytes or more")
+    seen: dict[str, dict[str, Any]] = {
+        "shm, this host only": {},
+        "tcp at 127.0.0.2, encrypted, authenticated": {"secret_file": str(secret)},
+        "tcp at 127.0.0.2, not encrypted, not authenticated": {"unprotected": True},
+    }
+    for expected, given in seen.items():
+        options: dict[str, Any] = {"transport": "tcp", "listen": "10.0.0.5"} if given else {}
+        settings = ConnectorSettings.read(options | given)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tcp, "is_loopback", lambda _: False)
+            chosen = choose_transport(settings, on_gpu=False)
+            if given:
+                chosen = chosen._replace(options={"host": "127.0.0.2"})
+            assert _opened(chosen, settings)[2] == expected

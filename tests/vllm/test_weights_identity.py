@@ -15,9 +15,14 @@ from kvatlas import AtlasError
 from kvatlas.engines.vllm import ConnectorSettings
 from kvatlas.engines.vllm import weights_identity as identities
 from kvatlas.engines.vllm.supported_versions import check_backend
-from kvatlas.engines.vllm.weights_identity import cache_identity, engine_identity
+from kvatlas.engines.vllm.weights_identity import (
+    cache_identity,
+    engine_identity,
+    stored_identity,
+)
 from kvatlas.errors import Code
 from kvatlas.models import CacheIdentity
+from kvatlas.models.row_identity import row_identity
 from tests.vllm.shapes import vllm_config
 
 STORED: dict[str, Any] = {"rope_theta": 1e4, "hidden_size": 128}
@@ -65,6 +70,39 @@ def test_engines_have_one_identity_if_weights_and_effective_configs_are_equal(
     replaced = served(tmp_path / "one")
     (tmp_path / "one" / "model.safetensors").write_bytes(b"WEIGHTS")
     assert engine_identity(replaced, settings, STORED) != one
+
+
+def test_rows_of_a_compared_family_have_the_identity_that_all_engines_compute(
+    tmp_path: Path,
+) -> None:
+    settings = ConnectorSettings(check_identity=False)
+    folder = tmp_path / "model"
+    plain = CacheIdentity.of_checkpoint(served(folder).model_config.model)
+    for family, elements in (("llama", "half-split"), ("llama4_text", "vllm"), (None, "vllm")):
+        config = STORED if family is None else STORED | {"model_type": family}
+        engine = served(folder)
+        engine.model_config.hf_config = SimpleNamespace(to_dict=lambda config=config: config)
+        found = stored_identity(engine, settings, config, "fp32")
+        assert found == row_identity(plain, elements=elements, dtype="fp32")
+        assert stored_identity(engine, settings, config, "bf16") != found
+    for change in ({"using_transformers_backend": lambda: True}, {"model_class_overrides": "x"}):
+        engine = served(folder, model_type="llama")
+        vars(engine.model_config).update(change)
+        found = stored_identity(engine, settings, STORED | {"model_type": "llama"}, "fp32")
+        assert found != row_identity(plain, elements="half-split", dtype="fp32"), change
+
+
+def test_a_rope_type_that_vllm_renames_as_it_loads_a_model_changes_no_identity(
+    tmp_path: Path,
+) -> None:
+    """The scheduler of several ranks has the config without this change."""
+    rope = {"rope_type": "yarn", "factor": 40.0}
+    read = STORED | {"rope_parameters": rope}
+    found = [
+        engine_identity(served(tmp_path, rope_parameters=one), ConnectorSettings(), read)
+        for one in (rope, rope | {"rope_type": "deepseek_yarn"}, rope | {"factor": 4.0})
+    ]
+    assert found[0] == found[1] != found[2]
 
 
 def test_long_rope_factors_are_part_of_an_identity(tmp_path: Path) -> None:

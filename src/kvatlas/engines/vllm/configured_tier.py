@@ -1,4 +1,4 @@
-"""Open the tier of the connector's settings, in a worker or in the scheduler.
+"""Open the tier that the connector's settings name, in a worker or in the scheduler.
 
 Workers open the tier, load from it and store in it. The scheduler connects to the tier that the
 workers opened, and only looks up prefixes.
@@ -15,10 +15,17 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvatlas.engines.vllm.describe import DescribedStage
 from kvatlas.engines.vllm.engine_tier import IN_MEMORY, find_tier, open_tier
 from kvatlas.engines.vllm.fleet_tier import find_fleet_tier, open_fleet_tier
+from kvatlas.engines.vllm.layer_specs import dtype_name
 from kvatlas.engines.vllm.prefix_tier import PrefixTier
-from kvatlas.engines.vllm.registered_caches import from_all_stages
+from kvatlas.engines.vllm.registered_caches import from_all_stages, untouched_config
 from kvatlas.engines.vllm.settings import ConnectorSettings
-from kvatlas.engines.vllm.tier_conversion import layer_scales, prefix_identity, tier_converting
+from kvatlas.engines.vllm.tier_conversion import (
+    layer_scales,
+    prefix_identity,
+    stored_dtype,
+    tier_converting,
+)
+from kvatlas.engines.vllm.weights_identity import stored_identity
 from kvatlas.models import CacheIdentity, Model
 from kvatlas.planning import Plan
 from kvatlas.tier import Converting, StoreTier, TierClient
@@ -62,8 +69,8 @@ class ConfiguredTier:
     def conversion(self, stage: DescribedStage) -> Converting | None:
         """Return how to convert the tier's blocks to this engine's cache dtype.
 
-        The result contains the scales of the layers of all pipeline stages. It is None if the
-        settings specify no conversion.
+        The result contains scales for all layers, including those of other pipeline stages. It is
+        None if the settings specify no conversion.
         """
         if self._settings.convert is None:
             return None
@@ -81,8 +88,9 @@ class ConfiguredTier:
     def find_in_store(self, rows: set[bytes | None]) -> PrefixTier | None:
         """Open the store for lookups; None if it cannot be used.
 
-        `rows` contains the tier's plan as JSON, as each rank reported it. If the plans differ, the
-        store is not used, because no block would be stored completely.
+        `rows` contains the plans of the tier, as JSON, that the ranks reported; None stands for a
+        rank without a tier. If the ranks reported different plans, the store is not used, because
+        no block would be stored completely.
         """
         plan = rows.pop() if len(rows) == 1 else None
         if plan is None:
@@ -112,8 +120,12 @@ class ConfiguredTier:
         return prefix_identity(self._settings, self._vllm_config)
 
     def _fleet_identity(self) -> CacheIdentity:
-        """Return the identity of this engine's rows in a store.
+        """Return the identity under which this engine stores blocks in an object store.
 
-        It differs from that of other kinds of engines: they may order the elements of K otherwise.
+        Another engine, also one other than vLLM, finds these blocks if it serves the same model and
+        stores the elements of K in the same order.
         """
-        return CacheIdentity(weights=self._identity().hex())
+        served = self._vllm_config.model_config
+        dtype = dtype_name(stored_dtype(self._settings, served))
+        untouched = untouched_config(served)
+        return stored_identity(self._vllm_config, self._settings, untouched, dtype)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,17 +12,15 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvatlas.engines.vllm.configured_tier import ConfiguredTier
+from kvatlas.engines.vllm.connector_messages import KVAtlasEndpoint, KVAtlasStep, KVAtlasStored
 from kvatlas.engines.vllm.connector_stats import KVAtlasPromMetrics, KVAtlasStats
 from kvatlas.engines.vllm.describe import (
     check_tensors,
@@ -30,7 +29,7 @@ from kvatlas.engines.vllm.describe import (
     join_stages,
 )
 from kvatlas.engines.vllm.ended_requests import EndedRequests
-from kvatlas.engines.vllm.orders import StepOrders
+from kvatlas.engines.vllm.engine_log import join_engine_log
 from kvatlas.engines.vllm.prefix_tier import PrefixTier
 from kvatlas.engines.vllm.published_events import as_vllm_events
 from kvatlas.engines.vllm.registered_caches import (
@@ -44,7 +43,6 @@ from kvatlas.engines.vllm.registered_caches import (
 )
 from kvatlas.engines.vllm.scheduler_side import SchedulerSide
 from kvatlas.engines.vllm.settings import ConnectorSettings
-from kvatlas.engines.vllm.stored_checkpoints import add_counts
 from kvatlas.engines.vllm.supported_versions import (
     check_backend,
     check_managers,
@@ -63,48 +61,13 @@ from kvatlas.wire import Memory
 log = logging.getLogger("kvatlas.vllm")
 
 
-@dataclass
-class KVAtlasStep(KVConnectorMetadata):
-    """The orders that the scheduler sends to the workers with each step.
-
-    An order is a transfer to start, a transfer to cancel, or blocks to keep or release.
-    """
-
-    orders: StepOrders = field(default_factory=StepOrders)
-    idle: bool = False
-    """Whether the step computes no tokens."""
-
-
-@dataclass
-class KVAtlasEndpoint(KVConnectorHandshakeMetadata):
-    """The handshake metadata of one rank: its endpoint, and the plan of its tier.
-
-    The plan is sent only if the tier is in a store.
-    """
-
-    endpoint: str | None
-    rows: bytes | None = None
-    """The plan of the store's tier as JSON; None if the rank has not opened one."""
-
-
-@dataclass
-class KVAtlasStored(KVConnectorWorkerMetadata):
-    """The checkpoints of running requests that workers have stored, with the number of workers."""
-
-    checkpoints: dict[int, int]
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVAtlasStored:
-        """Add what another worker has stored."""
-        theirs = other.checkpoints if isinstance(other, KVAtlasStored) else {}
-        return KVAtlasStored(add_counts(self.checkpoints, theirs))
-
-
 class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
     """Move caches of requests between vLLM engines with any block sizes, ranks and layouts."""
 
     _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        join_engine_log()
         check_version(vllm.__version__, KVConnectorBase_V1)
         check_backend(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
@@ -115,6 +78,8 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         self._idle = False
         """Whether the current step computes no tokens."""
         self._worker: WorkerSide | None = None
+        self._start_worker: Callable[[], WorkerSide] | None = None
+        """Starts this rank's node, once the caches are known."""
         self._tier_worker: TierWorker | None = None
         self._scheduler: SchedulerSide | None = None
         self._served: CacheIdentity | None = None
@@ -149,7 +114,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         endpoints = {key: one.endpoint for key, one in metadata.items() if one.endpoint}
         self._in_scheduler().set_endpoints(endpoints)
         rows = {one.rows for one in metadata.values()}
-        if self._settings.fleet_tier:
+        if self._settings.fleet_tier and not self._in_scheduler().has_tier:
             self._use_tier(self._tier.find_in_store(rows))
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
@@ -229,9 +194,10 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
     # -- worker methods ----------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Describe the caches as a plan, check the tensors against it, and make them available.
+        """Describe the caches as a plan, and check the tensors against the plan.
 
-        Depending on the settings, this rank then listens for peers, opens the tier, or does both.
+        Then, depending on the settings, listen for peers that read the caches, open the tier, or do
+        both.
         """
         config = self._vllm_config
         named = {name: tensor for name, tensor in kv_caches.items() if name in self._layers()}
@@ -262,9 +228,32 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
             log.info("tier %s: %s", without_secrets(self._settings.tier), used)
         if not self._settings.alone:
             port = config.parallel_config.data_parallel_index * plan.ranks + rank
-            about = (plan, rank, memory, self._settings)
-            self._worker = WorkerSide(*about, port=port, identity=self._served, ended=self._ended)
-            log.info("%s at %s: %s", self._settings.transport, self._worker.endpoint, plan)
+            about = {"port": port, "identity": self._served, "ended": self._ended}
+            self._start_worker = partial(WorkerSide, plan, rank, memory, self._settings, **about)
+            self.restore_kv_caches()
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003
+        """Return True: a sleeping engine keeps no registration of its caches."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """End all uses of the caches, whose memory vLLM is about to unmap; idempotent."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+        if self._tier_worker is not None:
+            self._tier_worker.finish()
+
+    def restore_kv_caches(self) -> None:
+        """Let peers read the caches, at the start and when the engine wakes up; idempotent.
+
+        The endpoint may have changed after sleep. vLLM then asks for the handshake metadata again.
+        """
+        if self._worker is None and self._start_worker is not None:
+            self._worker = self._start_worker()
+            listening = (self._settings.transport, self._worker.endpoint, self._worker.node.plan)
+            log.info("%s at %s: %s", *listening)
 
     def get_handshake_metadata(self) -> KVAtlasEndpoint | None:
         """Return this rank's endpoint, and the plan of its tier if the tier is in a store.
@@ -356,7 +345,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     def _use_tier(self, tier: PrefixTier | None) -> None:
-        """Look up requests in a tier, and store finished requests in it; do nothing for None.
+        """Use a tier to look up requests and to store finished ones; do nothing if it is None.
 
         Finished requests are not stored if the tier contains blocks of another dtype.
         """

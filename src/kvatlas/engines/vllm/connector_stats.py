@@ -11,21 +11,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from kvatlas.engines.vllm.exported_counters import COUNTERS
 from kvatlas.engines.vllm.tier_worker import TierCounts
 from kvatlas.engines.vllm.worker_side import PullCounts
-
-COUNTERS = {
-    "pulls": "Requests read from another engine, per rank",
-    "failures": "Requests that could not be read from another engine, per rank",
-    "nbytes": "Bytes read from other engines",
-    "seconds": "Total seconds of reads from other engines; concurrent reads add up",
-    "expired": "Requests offered to another engine that expired before they were read",
-    "tier_loads": "Requests whose prefix was read from the tier",
-    "tier_tokens": "Tokens read from the tier",
-    "tier_seconds": "Total seconds of reads from the tier; concurrent reads add up",
-    "tier_stores": "Requests stored in the tier",
-    "tier_failures": "Requests that could not be read from the tier or stored in it",
-}
 
 
 @dataclass
@@ -38,7 +26,7 @@ class KVAtlasStats(KVConnectorStats):
 
     @classmethod
     def of(cls, *counts: PullCounts | TierCounts) -> KVAtlasStats:
-        """Combine the counts of one rank: reads from other engines, and uses of the tier."""
+        """Combine the two kinds of counts of one rank: for reads from engines, and for the tier."""
         made = cls()
         for one in counts:
             made.data |= asdict(one)

@@ -1,4 +1,4 @@
-"""Derive the plan of a running vLLM engine from its `KVCacheConfig`, without its memory.
+"""Derive the plan of a running vLLM engine from its `KVCacheConfig`, without reading its memory.
 
 Each pipeline stage describes its own layers. The descriptions of all stages form the plan of the
 engine, which is the same on every rank. `check_tensors` then compares this plan with the tensors
@@ -247,7 +247,7 @@ def _check_topology(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def _own_windows(config: Any) -> dict[str, Visibility]:
-    """Return the window or chunk of each layer, by name, in groups that have one spec per layer."""
+    """Return the window or chunk of each layer by name, for groups with one spec per layer."""
     return {
         name: seen_by_group(spec)
         for group in config.transfer_groups
@@ -256,9 +256,10 @@ def _own_windows(config: Any) -> dict[str, Visibility]:
 
 
 def check_windows(name: str, spec: Any, seen: Visibility) -> None:
-    """Raise if a group keeps all tokens and its spec lacks the window of this layer.
+    """Raise an error if vLLM's spec of a group lacks the window `seen` of one of its layers.
 
-    vLLM's scheduler uses the group's spec.
+    Only groups that keep all tokens are checked. vLLM's scheduler reads only the group's spec; if
+    the window is missing there, the scheduler treats the layer as full attention.
     """
     if (
         keeps_all_tokens(spec)

@@ -1,4 +1,4 @@
-"""Check whether two engines can exchange caches, from their arguments alone.
+"""Check, from the arguments of two engines, whether the engines can exchange caches.
 
 No engine is started, and vLLM need not be installed. `diagnose` plans both engines as vLLM does
 and compiles a route between them. It then runs the checks that the connector would otherwise
@@ -18,9 +18,14 @@ from typing import Any
 from kvatlas.engines.vllm.engine_arguments import EngineArguments
 from kvatlas.engines.vllm.engine_pair import Ends, EngineEnd, Finding, finding
 from kvatlas.engines.vllm.identity_findings import latent_on_cpu_finding, weights_finding
+from kvatlas.engines.vllm.peer_connection import peer_finding
 from kvatlas.engines.vllm.plan_findings import dtypes_of, plan_findings, windows_of
 from kvatlas.engines.vllm.supported_versions import KNOWN
-from kvatlas.engines.vllm.transport_finding import opened_transport_finding, tls_refusal
+from kvatlas.engines.vllm.transport_finding import (
+    on_this_host,
+    opened_transport_findings,
+    tls_refusal,
+)
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import Check
@@ -76,9 +81,16 @@ class Diagnosis:
 
 
 def diagnose(
-    prefill: EngineArguments | Plan, decode: EngineArguments | Plan, *, tokens: int = TOKENS
+    prefill: EngineArguments | Plan,
+    decode: EngineArguments | Plan,
+    *,
+    tokens: int = TOKENS,
+    peer: str | None = None,
 ) -> Diagnosis:
     """Check whether the decode engine can read what the prefill engine computed.
+
+    `peer` is the address and port of a running rank. If it is given, also connect to that rank,
+    with the settings of the engine whose address belongs to this host.
 
     >>> one, two = (EngineArguments.of_changes("Qwen3-8B", said) for said in ("tp=2", "tp=1"))
     >>> diagnose(one, two).answer
@@ -93,7 +105,10 @@ def diagnose(
         findings += [found for look in _ARGUMENTS if (found := look(ends)) is not None]
     checked = all(end.settings is not None for end in ends)
     if checked:
+        findings += _transport(ends)
         findings += [found for look in _SETTINGS if (found := look(ends)) is not None]
+    if peer is not None:
+        findings.append(_peer(ends, peer))
     findings.append(_versions())
     return Diagnosis(tuple(findings), moves, connector_checked=checked)
 
@@ -193,17 +208,26 @@ _ARGUMENTS: Sequence[Callable[[Ends], Finding | None]] = (
 # -- checks of the connection -----------------------------------------------------------------
 
 
-def _transport(ends: Ends) -> Finding | None:
+def _transport(ends: Ends) -> list[Finding]:
     names = [end.settings.transport for end in ends if end.settings]
     if names[0] != names[1]:
-        return finding("transport", names, "no", "both engines need the same transport")
-    if names[0] == "none":
-        return finding(
-            "transport", names, "no", "engines without a transport cannot exchange caches directly"
-        )
-    if names[0] == "shm" and ends[0].reachable != ends[1].reachable:
-        return finding("transport", names, "no", "shm connects processes on one host only")
-    return opened_transport_finding(ends, names)
+        why = "both engines need the same transport"
+    elif names[0] == "none":
+        why = "engines without a transport cannot exchange caches directly"
+    elif names[0] == "shm" and ends[0].reachable != ends[1].reachable:
+        why = "shm connects processes on one host only"
+    else:
+        return opened_transport_findings(ends, names)
+    return [finding("transport", names, "no", why)]
+
+
+def _peer(ends: Ends, peer: str) -> Finding:
+    settings = [end.settings for end in ends if end.settings is not None]
+    if not settings:
+        why = "the connection needs an engine with a kv_transfer_config, for its secret"
+        return finding("peer", ("-", peer), "no", why)
+    here = [one for one in settings if not one.local and on_this_host(one.own_address)]
+    return peer_finding((here or settings)[-1], peer)
 
 
 def _addresses(ends: Ends) -> Finding | None:
@@ -292,15 +316,15 @@ def _secrets(ends: Ends) -> Finding | None:
     return finding("secret", said, why="the same in both engines")
 
 
-_SETTINGS: Sequence[Callable[[Ends], Finding | None]] = (_transport, _addresses, _ports, _secrets)
+_SETTINGS: Sequence[Callable[[Ends], Finding | None]] = (_addresses, _ports, _secrets)
 
 
 def _versions() -> Finding:
-    known = ".".join(map(str, KNOWN))
+    known = " or ".join(KNOWN)
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
             found = version(package)
-            if tuple(found.split(".")[:2]) == tuple(map(str, KNOWN)):
+            if ".".join(found.split(".")[:2]) in KNOWN:
                 return Finding(_INSTALLED, found, found)
             return Finding(_INSTALLED, found, found, "look", f"tested with {known} only")
     return Finding(_INSTALLED, "-", "-", why=f"none on this host; {known} is supported")

@@ -1,4 +1,4 @@
-"""Collect finished transfers from background threads until the engine's next step."""
+"""Collect the transfers that background threads finish until the engine's next step."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class EndedRequests:
         self._told.put(("sent", request_id))
 
     def arrived(self, request_id: str, *, failed: bool) -> None:
-        """Report that the read of a request has ended: it was received, or it has `failed`."""
+        """Report that the read of a request has ended; `failed` is true if the read failed."""
         self._told.put(("failed" if failed else "received", request_id))
 
     def take(self, timeout: float = 0.0) -> Ended:

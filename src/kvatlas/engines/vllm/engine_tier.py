@@ -1,7 +1,7 @@
 """Open a tier in a file or in host memory for an engine's workers and its scheduler.
 
-The first worker that opens a file serves it to the other workers and schedulers of this host, also
-those of other engines. A tier in memory is used by one engine only.
+The first worker that opens a file serves it to all other workers and schedulers of this host,
+including those of other engines. A tier in memory is used by one engine only.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def open_tier(
 
 
 def _check_stored(stored: Plan, own: Plan, convert: Converting | None) -> None:
-    """Raise if an engine with the plan `own` cannot read blocks of the plan `stored`."""
+    """Raise an error if an engine with the plan `own` cannot read a tier with the plan `stored`."""
     same = fingerprint(stored) == fingerprint(own)
     if convert is None and not same:
         got = f"a tier with {stored}, and an engine with {own}"
@@ -92,7 +92,7 @@ def _check_stored(stored: Plan, own: Plan, convert: Converting | None) -> None:
 
 
 def _planned(model: Model, memory: str, own: Plan) -> Plan:
-    """Return a plan for a new tier, with requests as long as in the engine's plan `own`."""
+    """Return a plan for a new tier that supports the longest request of the engine's plan `own`."""
     about: dict[str, Any] = {
         "memory": memory,
         "layout": "BLHNC",

@@ -1,8 +1,8 @@
 """Open a tier in an object store for an engine's workers and its scheduler.
 
-A row is one stored block. The workers derive the format of rows from the model's layers and send it
-to the scheduler, which only looks up keys. If the store cannot be reached at startup, the engine
-runs without the store.
+A row is one stored block. The workers derive the format of rows from the model's layers, and send
+the format to the scheduler, which only looks up keys. If the store cannot be reached at startup,
+the engine runs without the store.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def find_fleet_tier(
 
 
 def _check_unreachable(refusal: AtlasError) -> None:
-    """Log the error if its code means that the store is unreachable; otherwise raise it."""
+    """Log `refusal` if its code means that the store is unreachable; otherwise raise it."""
     if refusal.code not in _UNREACHABLE:
         raise refusal
     log.error("tier disabled: %s", refusal)

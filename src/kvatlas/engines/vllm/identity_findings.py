@@ -20,7 +20,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class _Served:
-    """The known identities of an engine's weights and config."""
+    """The weights and config of an engine, as far as they are known without starting it."""
 
     weights: str | None
     """The name or a digest of the weights; None if they are not on this host."""
@@ -116,7 +116,7 @@ def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 
 def _makes_up_weights(end: EngineEnd) -> bool:
-    """Return whether an engine has random dummy weights, and its settings do not identify them."""
+    """Return whether an engine runs with dummy weights that its settings do not identify."""
     if end.arguments is None or end.settings is None:
         return False
     unnamed = end.settings.weights_identity is None and end.settings.check_identity

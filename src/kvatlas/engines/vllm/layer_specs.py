@@ -20,11 +20,13 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import DType, Page
 from kvatlas.models import Layer, Model
 from kvatlas.specs import (
+    ATTENTION_CACHES,
     AnySpec,
     ChunkedAttention,
     FullAttention,
     Packing,
     Recurrent,
+    Ring,
     SinkAttention,
     SlidingAttention,
     Visibility,
@@ -34,7 +36,17 @@ _PACKINGS: dict[str, Packing] = {"CPU_ATTN": "transposed", "ROCM_ATTN": "tiled_p
 """Backends that do not store `k | v` in each cell, with their packing."""
 
 _KEEPS_ALL = ("FullAttentionSpec",)
-_UNKNOWN = ("RSWASpec", "CircularBufferSpec", "HiddenStateCacheSpec", "CrossAttentionSpec")
+READ_CLASSES = (
+    "FullAttentionSpec",
+    "SlidingWindowSpec",
+    "ChunkedLocalAttentionSpec",
+    "SinkFullAttentionSpec",
+    "MLAAttentionSpec",
+    "SlidingWindowMLASpec",
+    "CircularBufferSpec",
+    "MambaSpec",
+)
+"""vLLM's classes of specs that are read. Others are refused, also if they derive from these."""
 _CPU_DTYPES = ("fp32", "fp16")
 
 
@@ -97,20 +109,20 @@ def layer_spec(
     one window to all of them. The visibility of a single layer then comes from its module (`seen`)
     or from the model's config.
     """
-    kinds = {kind.__name__ for kind in type(spec).__mro__}
-    if unknown := kinds & set(_UNKNOWN):
-        raise refused(name, f"a {unknown.pop()}", "Serve the model without this connector")
-    if "MambaSpec" in kinds:
-        return _recurrent(name, spec, model)
-    if kinds & {"MLAAttentionSpec", "SlidingWindowMLASpec"}:
-        return _latent(name, spec, model)
-    if "AttentionSpec" not in kinds:
+    kind = type(spec).__name__
+    if kind not in READ_CLASSES:
         hint = "Upgrade kvatlas, or serve the model without this connector"
-        raise refused(name, f"a {type(spec).__name__}", hint)
+        raise refused(name, f"a {kind}", hint)
+    if kind == "CircularBufferSpec":
+        return _ring(name, spec, model)
+    if kind == "MambaSpec":
+        return _recurrent(name, spec, model)
+    if kind in ("MLAAttentionSpec", "SlidingWindowMLASpec"):
+        return _latent(name, spec, model)
     told = seen_by_group(spec)
     if told != Visibility() and keeps_all_tokens(spec):
         told = seen or _seen_by_layer(name, model)
-    return _dense(name, spec, kinds, model, backend, told)
+    return _dense(name, spec, model, backend, told)
 
 
 def seen_by_group(spec: Any) -> Visibility:
@@ -154,15 +166,10 @@ def _seen_by_layer(name: str, model: ServedModel) -> Visibility:
 
 
 def _dense(
-    name: str,
-    spec: Any,
-    kinds: set[str],
-    model: ServedModel,
-    backend: str | None,
-    seen: Visibility,
+    name: str, spec: Any, model: ServedModel, backend: str | None, seen: Visibility
 ) -> AnySpec:
     """Return the spec of a layer with full, sliding-window, chunked or sink attention."""
-    cache = _cache(name, spec, model)
+    cache = cache_dtype(name, spec, model)
     packing = _packing(name, spec, cache, model, backend)
     about: dict[str, Any] = {
         "heads": _heads(name, spec.num_kv_heads, model),
@@ -172,7 +179,7 @@ def _dense(
         "cache": cache,
         "packing": packing,
     }
-    if "SinkFullAttentionSpec" in kinds:
+    if type(spec).__name__ == "SinkFullAttentionSpec":
         return SinkAttention(**about, sink_tokens=spec.sink_len or 0, window=seen.window)
     if seen.window is not None:
         return SlidingAttention(**about, window=seen.window)
@@ -196,16 +203,20 @@ def _heads(name: str, local: int, model: ServedModel) -> int:
     raise refused(name, f"{local} KV heads per rank at tp {model.tp}", hint)
 
 
-def _cache(name: str, spec: Any, model: ServedModel) -> str:
-    """Return a layer's cache dtype: `auto` if its cache is not quantised."""
+def cache_dtype(name: str, spec: Any, model: ServedModel) -> str:
+    """Return a layer's cache dtype: `auto` if its cache is not quantised.
+
+    Raise an error for a mode that kvatlas does not know.
+    """
     mode = spec.kv_quant_mode.name.lower()
     if mode == "none":
         return "auto"
     if mode == "fp8_per_tensor":
         return "fp8_e5m2" if model.cache == "fp8_e5m2" else "fp8"
-    if mode in ("ultraquant_4bit", "nvfp4_ds_mla"):
+    if mode not in ATTENTION_CACHES:
         raise refused(name, f"cache dtype {mode!r}", "Set --kv-cache-dtype to auto or fp8")
-    return str(mode)
+    found: str = mode
+    return found
 
 
 def _packing(
@@ -233,7 +244,10 @@ def _packing(
 
 
 def _latent(name: str, spec: Any, model: ServedModel) -> AnySpec:
-    """Return the config's spec of an MLA layer or indexer; raise if vLLM's sizes differ."""
+    """Return the spec of an MLA layer or indexer from the model's config.
+
+    Raise an error if its sizes differ from those in vLLM's spec.
+    """
     known = _known(name, model)
     page = known.page(spec.block_size, tp=model.tp)
     ours = (page.heads, page.states, page.content, page.nbytes)
@@ -245,8 +259,36 @@ def _latent(name: str, spec: Any, model: ServedModel) -> AnySpec:
     return known
 
 
+def _ring(name: str, spec: Any, model: ServedModel) -> Ring:
+    """Return a ring's spec from the model's config, with the number of rows from vLLM's spec.
+
+    Raise an error if any other size differs between the two specs.
+
+    The number of rows depends on how many speculative tokens the engine decodes at once.
+    """
+    known = _known(name, model)
+    if not isinstance(known, Ring):
+        got = f"a ring from vLLM, and {type(known).__name__} from the config,"
+        raise refused(name, got, "Upgrade kvatlas")
+    if known.fills_page:
+        # vLLM's tensor has a state for each token of a block, but the kernels write other rows.
+        got = "a ring whose rows differ from the states of its tensor"
+        raise refused(name, got, "Serve the model without this connector")
+    own = msgspec.structs.replace(known, rows=max(spec.block_size, known.group))
+    page = own.page(1, tp=model.tp)
+    ours = (page.heads, page.states, page.content)
+    theirs = (spec.num_heads, spec.num_states, spec.state_content_size_bytes)
+    if ours != theirs:
+        got = f"H, N and C {theirs}, expected {ours} from the config,"
+        raise refused(name, got, "Upgrade kvatlas")
+    return own
+
+
 def _recurrent(name: str, spec: Any, model: ServedModel) -> AnySpec:
-    """Return the config's spec of a recurrent layer, adapted to vLLM's state shapes and dtypes."""
+    """Return the spec of a recurrent layer from the model's config.
+
+    Its dtypes and the shape of its convolution state are those of vLLM's spec.
+    """
     known = _known(name, model)
     if not isinstance(known, Recurrent):
         raise refused(

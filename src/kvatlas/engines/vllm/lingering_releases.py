@@ -9,9 +9,10 @@ from kvatlas.engines.vllm.orders import RemoteRequest
 
 
 class LingeringReleases:
-    """Call `release` with an offer `seconds` after its last reader is gone.
+    """Delayed releases of offers, each `seconds` after the offer's last reader is gone.
 
     An offer is a finished request whose blocks another engine keeps for this engine to read.
+    After the delay, `release` is called with the offer.
 
     >>> released: list[RemoteRequest] = []
     >>> waiting = LingeringReleases(released.append, seconds=60.0)

@@ -19,7 +19,10 @@ _FINISHED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 
 
 class _SharedOffer(NamedTuple):
-    """An offer that the siblings of a request may share."""
+    """An offer that siblings share.
+
+    Siblings are the requests that vLLM made from one request with `n` > 1.
+    """
 
     request_id: str
     remote: RemoteRequest
@@ -28,7 +31,10 @@ class _SharedOffer(NamedTuple):
 
 
 class MadeOffers:
-    """Make offers of finished requests, one for all siblings of a request."""
+    """Make offers of finished requests to decode engines.
+
+    Siblings, the requests that vLLM makes from one request with `n` > 1, share one offer.
+    """
 
     def __init__(self, engine_id: str, groups: TransferGroups, *, lease_seconds: float) -> None:
         self._engine_id, self._groups = engine_id, groups

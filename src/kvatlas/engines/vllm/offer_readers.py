@@ -61,7 +61,10 @@ class OfferReaders:
         return offer.request in self._readers
 
     def reads_alone(self, request_id: str) -> bool:
-        """Return whether a request is the only local reader of its offer and has no siblings."""
+        """Return whether a request is the only one of this engine that may read its offer.
+
+        It must have no siblings, the requests that vLLM makes from one request with `n` > 1.
+        """
         offer = self._offers[request_id]
         return parent_of(request_id) is None and len(self._readers[offer.request]) == 1
 

@@ -103,7 +103,10 @@ def _groups(plan: Plan) -> str:
 
 
 def _partial(source: Plan, destination: Plan) -> list[Finding]:
-    """Return findings about sliding windows and recurrent states; none if there are neither."""
+    """Return findings about layers that keep only some tokens.
+
+    These are layers with sliding windows or recurrent states.
+    """
     findings = []
     windows = [windows_of(plan) for plan in (source, destination)]
     if any(windows):

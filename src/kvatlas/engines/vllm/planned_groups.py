@@ -1,7 +1,8 @@
 """Plan a running vLLM engine: groups and a block size from vLLM's own specs and memory.
 
-The planner of policy atlas does the work. This module describes the engine to it, and refuses
-engines for which a packed plan was not tested; vLLM then keeps its own plan.
+`kvatlas.plan` with the policy `atlas` makes the plan. This module describes the engine to
+`kvatlas.plan`, and refuses engines for which a packed plan was not tested; vLLM then keeps its own
+plan.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ _MODES = {"none": False, "align": True}
 
 
 class KernelBlocks(msgspec.Struct, frozen=True):
-    """The blocks that the kernels of one layer's attention backend read."""
+    """The block sizes that the kernels of one layer's attention backend support."""
 
     backend: str
     """The backend's name."""
     sizes: tuple[int, ...]
     """Block sizes in tokens."""
     multiples: bool
-    """Whether kernels also read multiples of these sizes."""
+    """Whether the kernels also support multiples of these sizes."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,12 @@ def plan_engine(
     release: str,
     pack: int | Literal["auto"] = "auto",
 ) -> Plan:
-    """Return a plan with smaller blocks than vLLM's; raise an error with the reason if none is.
+    """Return a plan with smaller blocks than vLLM's; raise an error if there is no such plan.
 
     - `specs`: vLLM's spec of every layer of the model.
-    - `kernels`: the blocks that kernels read, by the name of each attention layer.
-    - `memory`: bytes for caches on the rank that has the fewest, times the pipeline stages.
+    - `kernels`: for the name of each attention layer, the block sizes that its kernels support.
+    - `memory`: bytes for caches on the rank with the least memory, times the number of pipeline
+      stages.
     - `release`: the release of vLLM, such as `0.32`.
     """
     check_engine(vllm_config, specs)
@@ -112,7 +114,10 @@ def plan_engine(
 
 
 def _crashes_on_cpu(vllm_config: Any, states: Mapping[str, Any], block: int) -> bool:
-    """Return whether a prefill would save a state in its middle, which vLLM's CPU kernel cannot."""
+    """Return whether vLLM's CPU kernel would crash when it saves a recurrent state.
+
+    It crashes if it has to save a state in the middle of a prefill.
+    """
     on_cpu = getattr(vllm_config.device_config, "device_type", None) == "cpu"
     saves = any(spec.num_prefill_checkpoint_blocks for spec in states.values())
     longest = vllm_config.scheduler_config.max_num_batched_tokens
@@ -120,7 +125,7 @@ def _crashes_on_cpu(vllm_config: Any, states: Mapping[str, Any], block: int) -> 
 
 
 def check_engine(vllm_config: Any, specs: Mapping[str, Any]) -> None:
-    """Raise an error for an engine whose plan must remain vLLM's, with the reason."""
+    """Raise an error for an engine that must keep vLLM's own plan; the error has the reason."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     states = [spec for spec in specs.values() if _is_state(spec)]
     if not states or len(states) == len(specs):
@@ -170,7 +175,7 @@ def _model(served: ServedModel, specs: Mapping[str, AnySpec]) -> Model:
 
 
 def _backend(name: str, kernels: KernelBlocks | None) -> Backend:
-    """Return the backend of an attention layer, with the blocks that this engine reported."""
+    """Return the backend of an attention layer, with the block sizes that its engine reported."""
     known = BACKENDS.get(kernels.backend) if kernels else None
     if kernels is None or known is None or not kernels.sizes:
         got = f"{kernels.backend if kernels else 'no backend'} in {name}"
@@ -180,7 +185,9 @@ def _backend(name: str, kernels: KernelBlocks | None) -> Backend:
 
 
 def _packed_layout(order: str) -> str:
-    """Return the layout with the same pages in which all pages of a block are adjacent.
+    """Return the layout like `order` in which all pages of a block are adjacent.
+
+    Raise an error if the bytes of a page are not contiguous in `order`.
 
     >>> _packed_layout("LBHNC")
     'BLHNC'
@@ -220,20 +227,32 @@ def _is_state(spec: Any) -> bool:
 
 
 def declined(reason: str, got: str) -> AtlasError:
-    """Return the error for an engine in which vLLM keeps its own plan."""
+    """Return the error for an engine that must keep vLLM's own plan."""
     hint = "Unset KVATLAS_PLAN to silence this message"
     return AtlasError(Code.ENGINE_REFUSES, f"vLLM keeps its own plan: {reason}", got=got, hint=hint)
 
 
-def check_placement(config: Any, plan: Plan | None) -> None:
-    """Raise an error if vLLM's `KVCacheConfig` places layers other than the plan does.
+def check_placement(config: Any, plan: Plan | None, places: str = "vLLM") -> None:
+    """Raise an error if vLLM's `KVCacheConfig` does not place the layers as the plan does.
 
-    Without a plan, as for one of several pipeline stages, only check that the pages of a group do
-    not overlap and stay in their block.
+    If `plan` is None, as for one of several pipeline stages, only check that the pages of a group
+    do not overlap and stay in their block. `places` is the name, in the error, of the program that
+    has placed the layers.
     """
+    try:
+        _check_placement(config, plan)
+    except _MisplacedError as found:
+        raise declined(f"{places} places a layer other than planned", str(found)) from None
+
+
+class _MisplacedError(Exception):
+    """A layer's place in vLLM's config differs from its place in the plan."""
+
+
+def _check_placement(config: Any, plan: Plan | None) -> None:
     strides = {(tensor.block_stride, tensor.size) for tensor in config.kv_cache_tensors}
     if len(strides) != 1:
-        raise _misplaced("a layer", f"tensors with {len(strides)} different strides or sizes")
+        raise _MisplacedError(f"tensors with {len(strides)} different strides or sizes")
     for group in config.kv_cache_groups:
         page, spans = group.kv_cache_spec.page_size_bytes, list[tuple[int, int]]()
         for tensor in config.kv_cache_tensors:
@@ -246,28 +265,23 @@ def check_placement(config: Any, plan: Plan | None) -> None:
         ends = [start + page for start, _ in spans]
         limits = [*(start for start, _ in spans[1:]), *(stride for _, stride in spans[-1:])]
         if any(end > limit for end, limit in zip(ends, limits, strict=True)):
-            raise _misplaced(group.layer_names[0], "pages that overlap")
+            raise _MisplacedError(f"{group.layer_names[0]} has pages that overlap")
 
 
 def _check_layer(layer: str, start: int, tensor: Any, blocks: int, plan: Plan | None) -> None:
     if tensor.size != tensor.block_stride * blocks:
-        raise _misplaced(layer, f"{tensor.size:,} bytes for {blocks:,} blocks")
+        raise _MisplacedError(f"{layer} in {tensor.size:,} bytes for {blocks:,} blocks")
     if plan is None:
         return
     at = plan.placement(layer)
     if (at.offset, at.stride("B")) != (start, tensor.block_stride):
         planned = f"byte {at.offset:,}, blocks {at.stride('B'):,} bytes apart"
-        raise _misplaced(
-            layer, f"byte {start:,}, blocks {tensor.block_stride:,} bytes apart, not at {planned}"
-        )
-
-
-def _misplaced(layer: str, got: str) -> AtlasError:
-    return declined("vLLM places a layer other than planned", f"{layer} at {got}")
+        found = f"byte {start:,}, blocks {tensor.block_stride:,} bytes apart"
+        raise _MisplacedError(f"{layer} at {found}, not at {planned}")
 
 
 def engine_layers(specs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the specs of all layers, from those of each worker."""
+    """Merge the specs of all workers; return the spec of each layer by name."""
     merged: dict[str, Any] = {}
     for one in specs:
         merged.update({name: spec for name, spec in one.items() if name not in merged})

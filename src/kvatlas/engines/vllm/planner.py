@@ -1,13 +1,14 @@
-"""Let vLLM run plans of policy atlas: small blocks for hybrid models.
+"""Let vLLM run plans of the policy `atlas`, which have smaller blocks for hybrid models.
 
 vLLM loads `kvatlas.engines.vllm_plugin` in every process. The environment variable `KVATLAS_PLAN`
-switches the planner on: `atlas` plans the smallest blocks that
-fit 99% of the requests of vLLM's plan, `atlas,pack=4` packs this many attention layers per state.
-Without the variable, this module is not imported.
+switches the planner on. With the value `atlas`, the planner selects the smallest block size with
+which at least 99% as many requests fit in memory as in vLLM's plan. With `atlas,pack=4`, a page
+holds either four attention layers or one recurrent state. Without the variable, this module is not
+imported.
 
 The engine core makes two configs, vLLM's own and one with the groups of the plan, and logs one line
-with both. If the plan is refused or fits fewer requests, vLLM's own config is used, and the line
-has the reason.
+with both. If the plan is refused, or if fewer requests fit in it, vLLM's own config is used, and
+the line has the reason.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ def install_planner(text: str) -> None:
         return
     import vllm
 
-    release = ".".join(vllm.__version__.split(".")[:2])
-    if release != "0.32":
+    release = "_".join(vllm.__version__.split(".")[:2])
+    if release == "0_32":
+        from kvatlas.engines.vllm.planner_0_32 import replace_functions
+    elif release == "0_33":
+        from kvatlas.engines.vllm.planner_0_33 import replace_functions
+    else:
         raise refuse_release(f"vLLM {vllm.__version__}")
-    from kvatlas.engines.vllm.planner_0_32 import replace_functions
-
     replace_functions(setting)

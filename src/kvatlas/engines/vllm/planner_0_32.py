@@ -1,7 +1,8 @@
 """The planner in vLLM 0.32, which has no hook: four functions are replaced.
 
-vLLM's own functions still do the work. `get_kv_cache_groups` returns the groups of the plan while
-the engine core asks for its configs, and two functions place unlike pages in every block.
+The replacements call vLLM's own functions. While the engine core makes the configs of a plan,
+`get_kv_cache_groups` returns the groups of the plan, and the two functions that place pages get a
+layout in which a block may have pages of different sizes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from vllm.v1.engine import core
 
 from kvatlas.engines.vllm.planner_core import (
     Configs,
+    EngineToPlan,
     choose_configs,
     install_in_workers,
     with_packed_layout,
@@ -23,7 +25,7 @@ from kvatlas.engines.vllm.planner_core import (
 from kvatlas.engines.vllm.planner_hooks import PlannerSetting, checked, replace_once
 
 _GROUPS: ContextVar[list[Any] | None] = ContextVar("groups", default=None)
-"""The groups of the plan, while vLLM makes the configs of these groups."""
+"""The groups of the plan while vLLM makes the configs of the plan; otherwise None."""
 
 
 def replace_functions(setting: PlannerSetting) -> None:
@@ -49,7 +51,7 @@ def replace_functions(setting: PlannerSetting) -> None:
                 finally:
                     _GROUPS.reset(token)
 
-            return choose_configs(*about, setting, "0.32", original(*about), build)
+            return choose_configs(EngineToPlan(*about, setting, "0.32"), original(*about), build)
 
         return get_kv_cache_configs
 

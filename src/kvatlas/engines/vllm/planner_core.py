@@ -1,10 +1,14 @@
-"""The part of the planner that all releases of vLLM share: choose, compare, log, fall back."""
+"""The part of the planner that is the same for all releases of vLLM.
+
+It makes a plan, compares it with vLLM's own, logs the result, and falls back to vLLM's plan.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
@@ -33,26 +37,41 @@ Configs = list[Any]
 
 
 class SpecsWithKernels(dict[str, Any]):
-    """A worker's specs by layer name, as vLLM expects them, and the blocks that kernels read."""
+    """A worker's vLLM specs by layer name, with the attribute `kernels`.
+
+    The attribute contains the block sizes that each layer's attention kernels support. A worker
+    sends it to the engine core together with the specs.
+    """
 
     kernels: dict[str, KernelBlocks]
 
 
+@dataclass(frozen=True)
+class EngineToPlan:
+    """The information that the engine core has about its workers when it makes their configs."""
+
+    vllm_config: Any
+    specs: Sequence[dict[str, Any]]
+    """vLLM's spec of every layer, for each worker."""
+    memory: Sequence[int]
+    """Bytes for caches, for each worker."""
+    setting: PlannerSetting
+    release: str
+    """The release of vLLM, such as `0.32`."""
+    places: str = "vLLM"
+    """The component that places the pages of the groups: vLLM, or a platform plug-in."""
+
+
 def choose_configs(
-    vllm_config: Any,
-    specs: Sequence[dict[str, Any]],
-    memory: Sequence[int],
-    setting: PlannerSetting,
-    release: str,
-    theirs: Configs,
-    build: Callable[[list[Any]], Configs],
+    engine: EngineToPlan, theirs: Configs, build: Callable[[list[Any]], Configs]
 ) -> Configs:
     """Return the configs of the plan, or `theirs` if the plan is not better; log one line.
 
-    `build` makes vLLM's configs from groups. Whatever fails, vLLM runs with `theirs`.
+    `build` makes vLLM's configs from groups. If anything fails, return `theirs`.
     """
+    vllm_config = engine.vllm_config
     try:
-        ours, fits = _planned(vllm_config, specs, memory, setting, release, theirs, build)
+        ours, fits = _planned(engine, theirs, build)
         mine, own = _figures(ours, fits[0]), _figures(theirs, fits[1])
         for config in ours:
             config.of_kvatlas = True
@@ -75,37 +94,37 @@ def choose_configs(
 
 
 def _planned(
-    vllm_config: Any,
-    specs: Sequence[dict[str, Any]],
-    memory: Sequence[int],
-    setting: PlannerSetting,
-    release: str,
-    theirs: Configs,
-    build: Callable[[list[Any]], Configs],
+    engine: EngineToPlan, theirs: Configs, build: Callable[[list[Any]], Configs]
 ) -> tuple[Configs, list[float]]:
-    """Return the configs of the plan, and the requests that they and `theirs` fit."""
-    kernels = reported_kernels(specs)
-    merged = engine_layers(specs)
+    """Make a plan of kvatlas, and compare it with vLLM's plan `theirs`.
+
+    Return vLLM's configs for the new plan, and two numbers: the requests that fit in the new plan
+    and in `theirs`.
+    """
+    vllm_config = engine.vllm_config
+    kernels = reported_kernels(engine.specs)
+    merged = engine_layers(engine.specs)
     stages = vllm_config.parallel_config.pipeline_parallel_size
     made = plan_engine(
         vllm_config,
         merged,
         kernels,
-        memory=min(memory) * stages,
-        release=release,
-        pack=setting.pack or "auto",
+        memory=min(engine.memory) * stages,
+        release=engine.release,
+        pack=engine.setting.pack or "auto",
     )
     ours = build(groups_of(made, merged))
     for config in ours:
-        check_placement(config, made if stages == 1 else None)
+        check_placement(config, made if stages == 1 else None, engine.places)
     fits = [get_max_concurrency_for_kv_cache_config(vllm_config, c[0]) for c in (ours, theirs)]
     return ours, fits
 
 
 def reported_kernels(specs: Sequence[dict[str, Any]]) -> dict[str, KernelBlocks]:
-    """Return the blocks that kernels read, by layer, from what every worker reported.
+    """Return the block sizes that the kernels of each layer support, as the workers reported them.
 
-    A worker without the planner would keep vLLM's block sizes, so then the plan is refused.
+    Raise an error if a worker reported none: it runs without the planner, so it would not use the
+    block sizes of a plan.
     """
     kernels: dict[str, KernelBlocks] = {}
     for rank, one in enumerate(specs):
@@ -136,7 +155,10 @@ def _figures(configs: Configs, requests: float) -> str:
 
 
 def groups_of(plan: Plan, specs: dict[str, Any]) -> list[Any]:
-    """Return vLLM's groups for a plan: its own specs with the plan's block size, not padded."""
+    """Return vLLM's group specs for a plan: vLLM's specs with the plan's block sizes.
+
+    Recurrent states are not padded.
+    """
     groups = []
     for group in planned_groups(plan):
         changed = [_resized(specs[name], group.block) for name in group.layers]
@@ -153,11 +175,12 @@ def _resized(spec: Any, block: int) -> Any:
 
 
 def with_packed_layout(vllm_config: Any, groups: Sequence[Any]) -> Any:
-    """Return a config in which vLLM places unlike pages next to each other in every block.
+    """Return a config with which vLLM accepts pages of different sizes in one block.
 
-    vLLM refuses groups with unlike pages if its layout starts with L. Its kernels take the offsets
-    and strides of the config, so pages can be placed as in the layout that starts with B. The
-    result is `vllm_config` itself if no placement changes.
+    vLLM refuses such pages if its layout starts with L (one region per layer). The returned config
+    has the corresponding layout that starts with B, in which the pages of a block are adjacent.
+    vLLM's kernels support both layouts, because they take offsets and strides from the config. The
+    result is `vllm_config` itself if no change is needed.
     """
     order = str(vllm_config.cache_config.kv_cache_layout)
     pages = {group.kv_cache_spec.page_size_bytes for group in groups}
@@ -171,7 +194,10 @@ def with_packed_layout(vllm_config: Any, groups: Sequence[Any]) -> Any:
 
 
 def install_in_workers() -> None:
-    """Let workers report the blocks that kernels read, and adopt the block sizes of the plan."""
+    """Change vLLM's workers for the planner, in this process.
+
+    They report the block sizes that their kernels support, and use the block sizes of the plan.
+    """
     checked(WorkerWrapperBase.initialize_from_config, "self", "kv_cache_configs")
 
     def initialize(original: Callable[..., None]) -> Callable[..., None]:
@@ -199,7 +225,7 @@ def install_in_workers() -> None:
 
 
 def kernel_blocks(vllm_config: Any) -> dict[str, KernelBlocks]:
-    """Return the blocks that the kernels of each attention layer read, in a worker."""
+    """Return the block sizes that the kernels of each attention layer support, in a worker."""
     found = {}
     for name, layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).items():
         backend = layer.get_attn_backend()
@@ -211,10 +237,10 @@ def kernel_blocks(vllm_config: Any) -> dict[str, KernelBlocks]:
 
 
 def adopt_block_sizes(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Set the block sizes of a process's config to those of its caches.
+    """Copy the block sizes of a worker's caches to its vLLM config.
 
-    Every worker has a config, and some runners read the block of recurrent states
-    from the config.
+    Every worker has a separate config, and some model runners read the block size of recurrent
+    states from it.
     """
     cache = vllm_config.cache_config
     groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]

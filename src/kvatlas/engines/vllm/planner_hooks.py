@@ -1,4 +1,4 @@
-"""The setting of the planner, and the replacement of functions of vLLM."""
+"""The planner's setting `KVATLAS_PLAN`, and helpers that replace vLLM's functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvatlas.errors import AtlasError, Code
 SETTING = "KVATLAS_PLAN"
 
 log = logging.getLogger("vllm.kvatlas.planner")
-"""A child of vLLM's logger, so that vLLM's log has the line."""
+"""A child of vLLM's logger, so that messages appear in vLLM's log."""
 
 
 class PlannerSetting(msgspec.Struct, frozen=True):
@@ -27,7 +27,7 @@ class PlannerSetting(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, text: str | None) -> PlannerSetting:
-        """Parse the value of the environment variable; None if it is not set.
+        """Parse the value of `KVATLAS_PLAN`; `text` is None if the variable is not set.
 
         >>> PlannerSetting.read(None), PlannerSetting.read("atlas,pack=4")
         (PlannerSetting(on=False, pack=None), PlannerSetting(on=True, pack=4))
@@ -51,22 +51,22 @@ Set it to atlas or atlas,pack=N, or unset it. [bad_config]
 
 
 def refuse_release(got: str) -> AtlasError:
-    """Return the error for a release of vLLM that the planner does not know."""
-    hint = f"Use vLLM 0.32, or unset {SETTING}"
-    problem = f"{SETTING} is set, but the planner does not know the planner of this vLLM"
+    """Return the error for a release of vLLM that the planner does not support."""
+    hint = f"Use vLLM 0.32 or 0.33, or unset {SETTING}"
+    problem = f"{SETTING} is set, but the planner does not support this version of vLLM"
     return AtlasError(Code.ENGINE_REFUSES, problem, got=got, hint=hint)
 
 
 def checked(function: Callable[..., Any], *parameters: str) -> Callable[..., Any]:
-    """Return a function of vLLM if it has exactly these parameters; otherwise raise an error.
+    """Return `function`, a function of vLLM, or raise an error if its parameters have changed.
 
     >>> checked(len, "obj") is len
     True
     >>> checked(len, "object")
     Traceback (most recent call last):
-    kvatlas.errors.AtlasError: KVATLAS_PLAN is set, but the planner does not know the planner of \
-this vLLM. Got len(obj), expected len(object). Use vLLM 0.32, or unset KVATLAS_PLAN. \
-[engine_refuses]
+    kvatlas.errors.AtlasError: KVATLAS_PLAN is set, but the planner does not support this version \
+of vLLM. Got len(obj), expected len(object). Use vLLM 0.32 or 0.33, or unset \
+KVATLAS_PLAN. [engine_refuses]
     """
     names = tuple(inspect.signature(function).parameters)
     if names != parameters:

@@ -58,7 +58,7 @@ class FoundPrefix:
 
     @property
     def pin(self) -> bytes:
-        """The pin's name, by which workers fetch the blocks; empty for a store: it has no pins."""
+        """The name of the pin, with which workers fetch the blocks; empty for a store."""
         return self.hit.name if isinstance(self.hit, Hit) else b""
 
     def let_go(self) -> None:
@@ -77,10 +77,11 @@ class PrefixTier:
         *,
         events_from: str | None = None,
     ) -> None:
-        """Set up lookups for one model and its weights, which `identity` identifies.
+        """Set up lookups for one model. `identity` identifies the model and its weights.
 
-        `max_len` is the number of tokens in the engine's longest request. `events_from` is the
-        storage medium that events of the tier's blocks name; if None, no events are reported.
+        `max_len` is the number of tokens in the engine's longest request. Events for the tier's
+        blocks contain `events_from`, the name of a storage medium; if it is None, no events are
+        reported.
         """
         self._tier, self._finder = tier, PrefixFinder(tier, identity)
         self.recurrent, self.partial = self._finder.recurrent, self._finder.partial
@@ -94,7 +95,7 @@ class PrefixTier:
         """Whether the tier stores only the windows of some layers."""
         self.longest = min(max_len, tier.plan.max_len)
         self.step = self._finder.step
-        """Tokens in which every group of the tier has a whole number of blocks."""
+        """A number of tokens that is a multiple of every group's block size."""
         self._asking = ThreadPoolExecutor(_ASKING, thread_name_prefix="kvatlas-ask")
         self._hurried_until = 0.0
         self._medium = events_from
@@ -131,7 +132,7 @@ class PrefixTier:
         return self._finder.whole_blocks(min(tokens, self.longest))
 
     def start_for(self, stored: int, stop: int) -> int:
-        """Return the first token to store, if the tier has a prefix of `stored` tokens."""
+        """Return the first token to store, if the tier already has the first `stored` tokens."""
         return self._finder.start_for(stored, stop)
 
     def let_go(self, found: FoundPrefix) -> None:
@@ -145,7 +146,7 @@ class PrefixTier:
         return self._events is not None
 
     def note(self, chain: PrefixChain, tokens: int) -> None:
-        """Publish events for a prefix of `tokens` tokens, once a lookup finds it in the tier."""
+        """Publish events for the prefix of `tokens` tokens once a lookup finds it in the tier."""
         if self._events is not None:
             self._events.note(chain, tokens)
             self._tell_at = 0.0
@@ -185,7 +186,7 @@ class PrefixTier:
             self._events = TierEvents(self._tier, self._news.extend, medium=self._medium)
 
     def _is_soon(self, asked: Future[Any]) -> bool:
-        """Return whether a lookup succeeds within a few milliseconds.
+        """Wait a few milliseconds for a lookup; return whether it has succeeded.
 
         For a second after a slow lookup, do not wait, so that a slow tier does not delay every
         step.

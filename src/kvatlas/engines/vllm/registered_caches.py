@@ -34,7 +34,7 @@ def check_reachable(tensor: torch.Tensor) -> None:
 
 
 def untouched_config(served: Any) -> dict[str, Any] | None:
-    """Read a model's config again, without the changes that the engine's arguments made to it.
+    """Read a model's config from its source, without the values that the engine's arguments set.
 
     Return None if it cannot be read.
     """
@@ -75,7 +75,10 @@ def seen_by_layers(vllm_config: Any, layers: Any) -> dict[str, Visibility]:
 
 
 def kernel_blocks(kv_cache_config: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Return the tokens per kernel block by layer: vLLM may split blocks for its kernels."""
+    """Return the tokens per kernel block, by layer.
+
+    Kernel blocks are smaller than blocks if vLLM splits blocks for its kernels.
+    """
     blocks = {}
     for group in kv_cache_config.transfer_groups:
         specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)

@@ -23,8 +23,9 @@ class RemotePrefills:
     def __init__(self, *, spreads_siblings: bool) -> None:
         """Start without requests.
 
-        If `spreads_siblings` is true, siblings of a request may run on other data-parallel ranks.
-        The offer that they read is then left to expire, not released after its last local reader.
+        If `spreads_siblings` is true, the requests that vLLM makes from one request with `n` > 1
+        may run on different data-parallel ranks. The offer that they read is then left to expire,
+        because other ranks may still read it when the last local reader is done.
         """
         self._spreads_siblings = spreads_siblings
         self._waiting: dict[str, RemoteRequest] = {}

@@ -1,7 +1,7 @@
 """Digest a request's context: the adapter, salt, media and embeddings.
 
-K and V depend on the context and on the tokens. Requests with equal tokens and different contexts
-never read each other's caches.
+K and V depend on the context and on the tokens. Two requests with equal tokens and different
+contexts never read each other's caches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def request_context(request: Any, tokens: int) -> bytes:
     """Return a digest of the context of a request's first tokens; empty without a context.
 
     The context is the adapter, salt, media and embeddings. Prefill and decode engine must compute
-    the same digest. Media are identified by vLLM's hashes, adapters by their files or else by name.
+    the same digest. Media are identified by vLLM's hashes. An adapter is identified by its files,
+    or by its name if the files cannot be read.
     """
     about: dict[str, Any] = {
         "adapter": _adapter(getattr(request, "lora_request", None)),

@@ -81,6 +81,11 @@ class SchedulerSide:
         """Record the endpoints of this engine's ranks, by stage and tensor-parallel rank."""
         self._offers.endpoints = tuple(endpoints[key] for key in sorted(endpoints))
 
+    @property
+    def has_tier(self) -> bool:
+        """Whether requests are looked up in a tier."""
+        return self._tier is not None
+
     def use_tier(
         self,
         tier: PrefixTier,
@@ -218,7 +223,10 @@ class SchedulerSide:
         return True
 
     def _begin_checkpoints(self, request: Any, computed: int) -> None:
-        """Store checkpoints of a request that is about to run, if the tier looked it up."""
+        """Begin to store checkpoints of a request that is about to run.
+
+        Do nothing if the tier has not looked up the request.
+        """
         if self._checkpoints is None or self._tier is None:
             return
         chain = self._tier.running(request.request_id)
@@ -238,7 +246,10 @@ class SchedulerSide:
             self._orders.loads.append(order)
 
     def _reading(self, request_id: str, blocks: Any, start: int, stop: int) -> Tables:
-        """Mark a request as in flight; return the block tables that its tokens are read into."""
+        """Mark a request as in flight, and return the block tables of its tokens.
+
+        Workers read tokens start .. stop - 1 into these blocks.
+        """
         self._groups.exclude_from_prefix_cache(
             request_id, start, stop, windows_alone=request_id in self._windows_alone
         )
@@ -262,7 +273,10 @@ class SchedulerSide:
         return orders
 
     def scheduled(self, scheduler_output: Any) -> None:
-        """Order the workers to store, with the next step, checkpoints that this step computes."""
+        """Order the workers to store the checkpoints that this step computes.
+
+        Workers get the order with the next step.
+        """
         if self._checkpoints:
             self._orders.stores += self._checkpoints.scheduled(scheduler_output)
 
@@ -333,9 +347,9 @@ class SchedulerSide:
         return stop - int(last and self._groups.end_inside_blocks(stop))
 
     def _note_windows_alone(self, request_id: str) -> None:
-        """Record that a request is read without the tokens before its layers' windows.
+        """Record that only the windows of a request were read from another engine.
 
-        Do nothing unless vLLM keeps all tokens of some window layers.
+        This matters only if vLLM keeps all tokens of some window layers; otherwise do nothing.
         """
         if self._groups.windows_kept_whole:
             self._windows_alone.add(request_id)

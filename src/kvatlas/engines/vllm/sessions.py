@@ -1,4 +1,4 @@
-"""A cache of sessions with other engines, which closes idle sessions."""
+"""Keep sessions with other engines open for later requests, and close idle sessions."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire import Node, Session
+from kvatlas.wire.client.kept_offers import kept_offer
 
 log = logging.getLogger("kvatlas.vllm")
 
@@ -33,7 +34,9 @@ class _Kept:
 class EngineSessions:
     """Sessions of one rank with other engines, keyed by the engines' endpoints. Thread-safe.
 
-    `close` receives a function that closes a session, and runs it in a thread that may block.
+    A session must open within `timeout` seconds. Until then, the other engine keeps the offer for
+    which the session is opened. `close` receives a function that closes a session, and runs it in a
+    thread that may block.
     """
 
     def __init__(
@@ -48,11 +51,19 @@ class EngineSessions:
             return len(self._kept)
 
     @contextmanager
-    def use(self, endpoints: tuple[str, ...]) -> Iterator[Session]:
-        """Yield the session with an engine, opened on first use. It is not closed while in use."""
+    def use(self, endpoints: tuple[str, ...], request: str) -> Iterator[Session]:
+        """Yield the session with an engine, opened on first use. It is not closed while in use.
+
+        While the session is being opened, the other engine keeps its offer of `request`.
+        """
         kept = self._borrow(endpoints)
         try:
-            yield self._opened(endpoints, kept)
+            if kept.session is None:
+                with kept_offer(self._node, endpoints, request, self._timeout):
+                    session = self._opened(endpoints, kept)
+            else:
+                session = kept.session
+            yield session
         except AtlasError as refusal:
             if kept.session is None or refusal.code in _STALE:
                 self._drop(endpoints, kept)
@@ -61,7 +72,11 @@ class EngineSessions:
             self._give_back(kept)
 
     def _opened(self, endpoints: tuple[str, ...], kept: _Kept) -> Session:
-        """Return the open session. The first thread opens it; if that fails, all threads raise."""
+        """Return the open session.
+
+        The first thread opens the session, and other threads wait. If opening fails, all of these
+        threads raise the error.
+        """
         with kept.opening:
             if kept.failure is not None:
                 raise kept.failure

@@ -33,7 +33,7 @@ Scale = Annotated[float, Meta(gt=0)]
 class StoreOptions(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """Options of a store, which contains rows: the blocks of the tier, divided into parts.
+    """Options of an object store. A row is one stored block, which is divided into objects.
 
     `shards` and `stages` must be the same in all engines that share the store.
     """
@@ -207,7 +207,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def own_address(self) -> str:
-        """The address that the engine listens on; the advertised one if it listens on all."""
+        """The engine's listening address, or its advertised one if it listens on all interfaces."""
         return self.reachable if self.listen in _WILDCARDS else self.listen
 
     @property
@@ -250,7 +250,11 @@ def _host(host: str) -> str:
 
 
 def _key_hint(unknown: str) -> str:
-    """Return the place of a key that vLLM reads itself, the nearest setting, or all settings."""
+    """Return the hint for an unknown key.
+
+    For a key that vLLM reads itself, the hint names the place for the key. For other keys it names
+    the setting with the most similar name, or else all settings.
+    """
     if unknown in TRANSFER_KEYS:
         return "Put it into kv_transfer_config, as kv_role"
     known = ConnectorSettings.__struct_fields__

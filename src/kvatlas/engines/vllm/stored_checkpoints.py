@@ -30,7 +30,7 @@ class _Running:
     attention: int
     """Number of leading tokens for which the tier had the rows of full attention."""
     stored: int
-    """The same, counting the rows of earlier checkpoints of this request."""
+    """Like `attention`, but including the rows that checkpoints of this request have stored."""
 
 
 @dataclass
@@ -52,9 +52,10 @@ class StoredCheckpoints:
         workers: int,
         policy: Checkpoints | None = None,
     ) -> None:
-        """Store at the positions of a policy; by default the policy for the model's kind.
+        """Set up without requests; `policy` selects the positions at which to store.
 
-        Each of the engine's `workers` reports each checkpoint that it has stored.
+        The default policy depends on whether the model has recurrent states. A checkpoint is
+        complete once all `workers` workers have stored it.
         """
         self._tier, self._groups, self._workers = tier, groups, workers
         self._policy = policy or default_policy(recurrent=tier.recurrent)
@@ -73,7 +74,7 @@ class StoredCheckpoints:
         self._aim(running, self._positions(running, computed))
 
     def scheduled(self, scheduler_output: Any) -> list[StoreOrder]:
-        """Return orders to store the checkpoints that a step computes, after that step."""
+        """Return orders to store the checkpoints that a step computes; send them after the step."""
         if not self._running:
             return []
         cached = scheduler_output.scheduled_cached_reqs
@@ -99,7 +100,10 @@ class StoredCheckpoints:
         return orders
 
     def stored(self, checkpoints: Mapping[int, int]) -> None:
-        """Record how many workers have stored checkpoints; release the blocks after the last."""
+        """Record how many workers have stored each checkpoint.
+
+        The blocks of a checkpoint are released once all workers have stored it.
+        """
         for number, workers in checkpoints.items():
             held = self._held.get(number)
             if held is None:
@@ -126,7 +130,7 @@ class StoredCheckpoints:
         return stored_positions(self._policy, step=self._step, **about)
 
     def _aim(self, running: _Running, positions: list[int]) -> None:
-        """Have vLLM end a step at the next position, if a state is to be stored there."""
+        """Make vLLM end a step at the next position, if a recurrent state is stored there."""
         if self._tier.recurrent and positions:
             running.request.shared_prefix_boundary = positions[0]
 

@@ -7,7 +7,10 @@ from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 
-KNOWN = (0, 32)
+KNOWN = ("0.32", "0.33")
+"""Releases of vLLM that are tested."""
+
+_USE = f"Use vLLM {' or '.join(KNOWN)}"
 
 CPU_MLA = "vLLM's CPU backend for MLA computes wrong tokens from a loaded cache"
 """The reason why an engine with MLA on a CPU cannot use a connector."""
@@ -41,8 +44,8 @@ def check_version(version: str, interface: type) -> None:
     >>> check_version("0.9.0", type("KVConnectorBase_V1", (), {}))
     Traceback (most recent call last):
     kvatlas.errors.AtlasError: vLLM's connector interface lacks a method that this connector \
-needs. Got vLLM 0.9.0 without KVConnectorBase_V1.bind_connector_metadata. Use vLLM 0.32. \
-[engine_refuses]
+needs. Got vLLM 0.9.0 without KVConnectorBase_V1.bind_connector_metadata. Use vLLM 0.32 \
+or 0.33. [engine_refuses]
     """
     missing = [name for name in METHODS if not hasattr(interface, name)]
     if missing:
@@ -50,10 +53,10 @@ needs. Got vLLM 0.9.0 without KVConnectorBase_V1.bind_connector_metadata. Use vL
             Code.ENGINE_REFUSES,
             "vLLM's connector interface lacks a method that this connector needs",
             got=f"vLLM {version} without {interface.__name__}.{missing[0]}",
-            hint=f"Use vLLM {'.'.join(map(str, KNOWN))}",
+            hint=_USE,
         )
-    if _numbers(version) != KNOWN:
-        known = ".".join(map(str, KNOWN))
+    if ".".join(version.split(".")[:2]) not in KNOWN:
+        known = " and ".join(KNOWN)
         warnings.warn(
             f"kvatlas is tested with vLLM {known}; this is vLLM {version}. Compare its output with "
             "that of an engine without a connector before you rely on it",
@@ -62,13 +65,14 @@ needs. Got vLLM 0.9.0 without KVConnectorBase_V1.bind_connector_metadata. Use vL
 
 
 def lacking_name(missing: ImportError) -> Exception:
-    """Return an `AtlasError` if vLLM lacks an imported name; otherwise the original error.
+    """Return the error to raise for a failed import: an `AtlasError` if vLLM lacks the name.
 
     >>> gone = ImportError("cannot import name 'SupportsHMA' from 'vllm.base'", name="vllm.base")
     >>> raise lacking_name(gone)
     Traceback (most recent call last):
     kvatlas.errors.AtlasError: vLLM's connector interface lacks a name that this connector \
-imports. Got cannot import name 'SupportsHMA' from 'vllm.base'. Use vLLM 0.32. [engine_refuses]
+imports. Got cannot import name 'SupportsHMA' from 'vllm.base'. Use vLLM 0.32 or 0.33. \
+[engine_refuses]
     """
     if not (missing.name or "").startswith("vllm."):
         return missing
@@ -76,12 +80,15 @@ imports. Got cannot import name 'SupportsHMA' from 'vllm.base'. Use vLLM 0.32. [
         Code.ENGINE_REFUSES,
         "vLLM's connector interface lacks a name that this connector imports",
         got=str(missing),
-        hint=f"Use vLLM {'.'.join(map(str, KNOWN))}",
+        hint=_USE,
     )
 
 
 def check_managers(kv_cache_manager: Any) -> None:
-    """Raise if vLLM's cache manager does not list the blocks of each request, or count them."""
+    """Raise an error if vLLM's cache manager lacks an attribute that the connector reads.
+
+    These attributes contain the blocks of each request.
+    """
     managers = getattr(getattr(kv_cache_manager, "coordinator", None), "single_type_managers", ())
     needed = ("num_cached_block", "req_to_blocks", "block_pool")
     lacking = [name for name in needed if not all(hasattr(one, name) for one in managers)]
@@ -90,7 +97,7 @@ def check_managers(kv_cache_manager: Any) -> None:
             Code.ENGINE_REFUSES,
             "The cache manager of this vLLM has no attribute for the blocks of a request",
             got=f"single_type_managers without {(lacking or needed)[0]}",
-            hint=f"Use vLLM {'.'.join(map(str, KNOWN))}",
+            hint=_USE,
         )
 
 
@@ -109,7 +116,3 @@ def check_backend(vllm_config: Any) -> None:
             got=f"model {vllm_config.model_config.model!r} with MLA on a CPU",
             hint="Serve the model on a GPU, or without a connector",
         )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())

@@ -46,7 +46,7 @@ def run_on(cores: set[int], thread: int = 0) -> None:
 
 
 class ReadingThreads:
-    """Transfer threads of an engine, which yield to its compute threads.
+    """The threads that transfer caches of an engine, and their priority and CPU cores.
 
     If `behind` is true, transfer threads get a lower priority. While the engine computes, transfer
     threads also avoid the cores to which vLLM bound its compute threads.

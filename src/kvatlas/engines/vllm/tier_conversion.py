@@ -59,11 +59,11 @@ def _refuse_scales_by_head(layer: str, module: Any) -> None:
 
 
 def prefix_identity(settings: ConnectorSettings, vllm_config: Any) -> bytes:
-    """Return the identity from which the keys of stored prefixes are computed.
+    """Return the identity from which the tier computes the keys of prefixes.
 
-    For a tier in a file or in memory, the identity includes the cache dtype, so that engines of
-    another dtype find no blocks that they cannot read. In a store, object names contain the
-    dtype.
+    If the tier is in a file or in memory, the identity includes the cache dtype, so that engines
+    with another cache dtype find no blocks that they cannot read. In a store, the names of objects
+    contain the cache dtype instead.
     """
     dtype = stored_dtype(settings, vllm_config.model_config)
     cache = None if settings.fleet_tier else stored_cache(settings, vllm_config)
@@ -89,7 +89,7 @@ def stored_cache(settings: ConnectorSettings, vllm_config: Any) -> str:
 
 
 def stored_dtype(settings: ConnectorSettings, served: Any) -> str:
-    """Return the compute dtype, as torch names it, of engines that store blocks in the tier.
+    """Return torch's name of the compute dtype of the engines that store blocks in the tier.
 
     If the source format of `convert` is quantised, it does not determine the compute dtype. This
     engine's dtype is then assumed.
@@ -105,8 +105,8 @@ def keeps_finished(settings: ConnectorSettings, served: Any) -> bool:
     """Return whether an engine stores its finished requests in the tier.
 
     With `convert`, the tier's blocks have another format than this engine's, and blocks are
-    converted only when they are loaded. Such an engine stores blocks only in a store that several
-    engines share, and only if the compute dtype of those engines is its own.
+    converted only when they are loaded. Such an engine stores its requests only in a store that
+    several engines share, and only if all these engines have the same compute dtype.
     """
     if settings.convert is None:
         return True

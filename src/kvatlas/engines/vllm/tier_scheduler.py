@@ -91,7 +91,10 @@ class TierScheduler:
         return self._chains.get(request_id)
 
     def attention(self, request_id: str) -> int:
-        """Return how many leading tokens of a waiting request full attention has in the tier."""
+        """Return how many tokens of a waiting request the tier has for full-attention layers.
+
+        They are the first tokens of the prompt.
+        """
         looked_up = self._found.get(request_id)
         found = _result(looked_up) if looked_up is not None and looked_up.done() else None
         return 0 if found is None else found.attention
@@ -110,7 +113,10 @@ class TierScheduler:
             self._tier.let_go(found)
 
     def stored(self, request_id: str) -> None:
-        """Publish a request's prefix if the tier has it, after all workers tried to store it."""
+        """Publish events for a request's prefix if the tier has it.
+
+        Called after all workers have stored the prefix, or have failed to.
+        """
         if request_id in self._storing:
             self._tier.note(*self._storing.pop(request_id))
 

@@ -1,9 +1,9 @@
 """A worker's use of a tier: load requests and store finished ones, in background threads.
 
-For caches on a GPU, each step records a mark after the kernels that the engine has launched.
-Stores wait for the mark, because a request's last blocks may not be written yet. Loads wait for
-it too, because the previous owner of the blocks may still be reading them. A load is complete
-before it is reported, so that kernels launched later see its data.
+For caches on a GPU, each step records a mark (a CUDA event) after the kernels that the engine has
+launched. Stores wait for the mark, because a request's last blocks may not be written yet. Loads
+wait for it too, because the previous owner of the blocks may still be reading them. A load is
+complete before it is reported, so that kernels launched later see its data.
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ class TierWorker:
         self._pools, self._ended = {0: memory}, ended
         on_gpu = is_on_gpu(self._pools)
         self._marks = DeviceMarks(load_driver(), memory.number) if on_gpu else None
-        self._loading = ThreadPoolExecutor(_LOADING, thread_name_prefix="kvatlas-load")
-        self._storing = ThreadPoolExecutor(1, thread_name_prefix="kvatlas-store")
+        self._loading, self._storing = _threads()
         self._store_from = 0.0
         self._checkpoints: SimpleQueue[int] = SimpleQueue()
         """Checkpoints of running requests whose stores have ended."""
@@ -100,6 +99,13 @@ class TierWorker:
     def take_checkpoints(self) -> list[int]:
         """Return the checkpoints whose stores have ended since the last call."""
         return [self._checkpoints.get() for _ in range(self._checkpoints.qsize())]
+
+    def finish(self) -> None:
+        """Wait for pending loads and stores to finish, so that nothing uses the caches."""
+        before = (self._loading, self._storing)
+        self._loading, self._storing = _threads()
+        for threads in before:
+            threads.shutdown(wait=True)
 
     def close(self) -> None:
         """Finish pending loads and stores, and close the tier."""
@@ -194,7 +200,7 @@ class TierWorker:
                 self._checkpoints.put(order.checkpoint)
 
     def _wait_for_engine(self, mark: int | None) -> None:
-        """Wait until the GPU has run the kernels launched before a step's `mark`."""
+        """Wait until the GPU has run all kernels that were launched before `mark` was recorded."""
         if mark is not None and self._marks is not None:
             self._marks.wait(mark)
 
@@ -210,3 +216,9 @@ class TierWorker:
         with self._counts_lock:
             for name, amount in amounts.items():
                 setattr(self._counts, name, getattr(self._counts, name) + amount)
+
+
+def _threads() -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
+    """Return the threads that load, and the one that stores."""
+    loading = ThreadPoolExecutor(_LOADING, thread_name_prefix="kvatlas-load")
+    return loading, ThreadPoolExecutor(1, thread_name_prefix="kvatlas-store")

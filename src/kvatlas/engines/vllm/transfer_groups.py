@@ -22,6 +22,8 @@ class TransferGroup:
         kinds = {kind.__name__ for kind in type(specs[0]).__mro__}
         self.index, self.block = index, specs[0].block_size
         self.recurrent = "MambaSpec" in kinds
+        self.ring = "CircularBufferSpec" in kinds
+        """Whether all tokens of a request share one block; later ones overwrite earlier ones."""
         self.by_position = getattr(specs[0], "mamba_cache_mode", "none") != "none"
         seen = {seen_by_group(one) for one in specs}
         whole = "FullAttentionSpec" in kinds
@@ -31,21 +33,23 @@ class TransferGroup:
             one.window or one.chunk or 0: one for one in seen if whole and one != Visibility()
         }
         """The windows and chunks of layers for which vLLM keeps all tokens, by size in tokens."""
-        self.partial = self.recurrent or self.window is not None
+        self.partial = self.recurrent or self.ring or self.window is not None
 
     def table(self, ids: Any, tokens: int) -> tuple[int, ...]:
         """Return the ids of the blocks that store a request's first `tokens` tokens.
 
         `ids` are all block ids of the request; vLLM's null block becomes -1. For a recurrent
-        group, return the blocks that store the state after these tokens.
+        group, return the blocks that store the state after these tokens. A ring has one block.
         """
         entries = ceil_div(tokens, self.block)
-        if self.recurrent and not self.by_position:
+        if self.ring or (self.recurrent and not self.by_position):
             entries = 1
         return tuple(-1 if block == _NULL_BLOCK else block for block in ids[:entries])
 
     def entries(self, start: int, stop: int) -> slice:
         """Return the table entries that hold tokens start .. stop - 1, or the state after them."""
+        if self.ring:
+            return slice(0, 1)
         first = stop - 1 if self.recurrent else start
         return slice(first // self.block, ceil_div(stop, self.block))
 
@@ -94,9 +98,10 @@ class TransferGroups:
 
     @property
     def state_block(self) -> int | None:
-        """The tokens after which states are kept: 1 without recurrent groups.
+        """The step, in tokens, between positions at which vLLM keeps recurrent states.
 
-        The result is None if vLLM overwrites states as it computes tokens.
+        The positions are the multiples of this number. It is 1 if there are no recurrent groups,
+        and None if vLLM keeps only the latest state.
         """
         states = [group for group in self._groups if group.recurrent]
         return lcm(*(one.block for one in states)) if all(s.by_position for s in states) else None
@@ -139,16 +144,17 @@ class TransferGroups:
 
     def end_inside_blocks(self, tokens: int) -> bool:
         """Return whether, after `tokens` tokens, the last block of every group has free slots."""
-        return all(tokens % group.block for group in self._groups)
+        return all(tokens % group.block for group in self._groups if not group.ring)
 
     def exclude_from_prefix_cache(
         self, request_id: str, start: int, stop: int, *, windows_alone: bool
     ) -> None:
-        """Exclude blocks from vLLM's prefix cache that a read of tokens leaves incomplete.
+        """Exclude incomplete blocks of a request from vLLM's prefix cache.
 
-        Of tokens start .. stop - 1, those before a window are not read. A later request with a
-        shorter prefix would need them. If `windows_alone` is true, this also applies to window
-        layers for which vLLM keeps all tokens.
+        Tokens start .. stop - 1 are read from another engine or a tier, except those before a
+        window, so blocks before a window stay incomplete. A later request with a shorter prefix
+        would need them. If `windows_alone` is true, this also applies to window layers for which
+        vLLM keeps all tokens.
         """
         if not self._prefix_caching or self._managers is None:
             return

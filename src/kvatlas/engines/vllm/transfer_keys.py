@@ -1,4 +1,4 @@
-"""The keys of vLLM's `--kv-transfer-config`, and the place of keys that were put elsewhere."""
+"""The keys of vLLM's `--kv-transfer-config`, and hints for keys that vLLM refuses."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ TRANSFER_KEYS = (
 
 
 def unknown_transfer_key(transfer: Mapping[str, Any], settings: tuple[str, ...]) -> str:
-    """Return the reason against the first key that vLLM refuses; an empty string if all are known.
+    """Return why vLLM refuses `transfer`; an empty string if vLLM accepts all its keys.
 
-    `settings` contains the keys of the connector's settings.
+    The result names the first unknown key. `settings` are the names of the connector's settings.
 
     >>> unknown_transfer_key({"kv_role": "kv_both", "secret_file": "s"}, ("secret_file",))
     "unknown key 'secret_file' in kv_transfer_config: put it into kv_connector_extra_config"

@@ -29,8 +29,9 @@ class TransportChoice(NamedTuple):
 def choose_transport(settings: ConnectorSettings, *, on_gpu: bool) -> TransportChoice:
     """Return the transport of an engine whose caches are in GPU memory, or in host memory.
 
-    Engines that only their own host can reach share memory. Between hosts, NIXL is used over RDMA,
-    and `tcp` otherwise.
+    If only processes of the same host can reach the engine, the result is `cuda` for caches in GPU
+    memory and `shm` for others. Otherwise it is `nixl` if the host has NIXL and an RDMA device, and
+    `tcp` if not.
 
     >>> choose_transport(ConnectorSettings(), on_gpu=False)
     TransportChoice(name='shm', options={}, why='all peers are on this host')

@@ -1,4 +1,4 @@
-"""Open the transports of two engines, as far as they run on this host, and report the results."""
+"""Open the transport of each engine that runs on this host, and report the results."""
 
 from __future__ import annotations
 
@@ -17,28 +17,35 @@ _OTHER_ENVIRONMENT = (Code.MISSING_EXTRA, Code.WRONG_DEVICE)
 """Engines on loopback may run on another host, with libraries or GPUs that this one lacks."""
 
 
-def opened_transport_finding(ends: Ends, names: Sequence[str]) -> Finding:
-    """Return a finding about the transport of both engines, opened with each engine's options.
+def opened_transport_findings(ends: Ends, names: Sequence[str]) -> list[Finding]:
+    """Open each engine's transport with the engine's options, and return findings.
 
-    An engine whose address is not one of this host is not checked.
+    The first finding reports whether the transports open. The second one contains, for each engine,
+    the address that peers see and the protection of the bytes. An engine is skipped if its address
+    is not an address of this host.
     """
     said, found, unchecked = list(names), list[tuple[Verdict, str]](), list[str]()
+    seen = ["-", "-"]
     for number, (end, name) in enumerate(zip(ends, names, strict=True)):
         assert end.settings is not None  # noqa: S101
         address = end.settings.own_address
-        if not _on_this_host(address):
+        if not on_this_host(address):
             unchecked.append(address)
             continue
         chosen = choose_transport(end.settings, on_gpu=False)
         said[number] = f"{AUTO} ({chosen.name})" if name == AUTO else name
-        found.append(_opened(chosen, end.settings))
+        verdict, why, seen[number] = _opened(chosen, end.settings)
+        found.append((verdict, why))
     if not found:
         why = "neither address is of this host: run doctor on the host of each engine"
-        return finding("transport", said, "look", why)
+        return [finding("transport", said, "look", why)]
     order: Sequence[Verdict] = ("no", "look", "ok")
     verdict, why = min(found, key=lambda one: order.index(one[0]))
     skipped = [f"{address} is not an address of this host: not checked" for address in unchecked]
-    return finding("transport", said, verdict, "; ".join((why, *skipped)))
+    return [
+        finding("transport", said, verdict, "; ".join((why, *skipped))),
+        finding("peers see", seen),
+    ]
 
 
 def tls_refusal() -> str:
@@ -50,8 +57,8 @@ def tls_refusal() -> str:
     return ""
 
 
-def _on_this_host(address: str) -> bool:
-    """Whether the address, or the address of this host name, belongs to this host."""
+def on_this_host(address: str) -> bool:
+    """Whether `address`, an IP address or a host name, belongs to this host."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -62,19 +69,34 @@ def _on_this_host(address: str) -> bool:
     return True
 
 
-def _opened(chosen: TransportChoice, settings: ConnectorSettings) -> tuple[Verdict, str]:
-    """Open a transport as the engine would, and return a verdict with its reason."""
+def _opened(chosen: TransportChoice, settings: ConnectorSettings) -> tuple[Verdict, str, str]:
+    """Open a transport as the engine would. Return (verdict, its reason, what peers see)."""
     try:
         with closing(make_transport(chosen.name, **chosen.options)) as transport:
-            return _looked_at(transport, settings)
+            return *_looked_at(transport, settings), _seen(transport, settings)
     except AtlasError as refusal:
         if settings.local and refusal.code in _OTHER_ENVIRONMENT:
-            return "look", f"not available on this host: {refusal.got}. {refusal.hint}"
-        return "no", f"{refusal.problem}: {refusal.got}. {refusal.hint}"
+            return "look", f"not available on this host: {refusal.got}. {refusal.hint}", "-"
+        return "no", f"{refusal.problem}: {refusal.got}. {refusal.hint}", "-"
+
+
+def _seen(transport: Transport, settings: ConnectorSettings) -> str:
+    """Return where peers reach an open transport, and what protects its bytes."""
+    where = transport.beyond_host or "this host only"
+    guarantees = transport.guarantees
+    given = {
+        "encrypted": guarantees.confidentiality and settings.secret_file is not None,
+        "authenticated": guarantees.authentication and settings.secret_file is not None,
+    }
+    if settings.local:
+        return f"{transport.name}, {where}"
+    return f"{transport.name} at {where}, " + ", ".join(
+        word if true else f"not {word}" for word, true in given.items()
+    )
 
 
 def _looked_at(transport: Transport, settings: ConnectorSettings) -> tuple[Verdict, str]:
-    """Compare an open transport with the address at which the engine promises to be reached."""
+    """Check whether an open transport can be reached at the address that the engine advertises."""
     if settings.local:
         return "ok", "available on this host"
     if not transport.beyond_host:

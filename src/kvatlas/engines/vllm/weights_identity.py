@@ -1,6 +1,7 @@
 """Identities of an engine's weights and config. Caches of different identities must not be mixed.
 
-Nodes compare `engine_identity` when they connect. A tier's keys start from `cache_identity`. Both
+Nodes compare `engine_identity` when they connect. Names of rows in a store contain
+`stored_identity`. Keys of a tier in memory or in a file start from `cache_identity`. All of them
 identify the weights with the same digest, which is computed once per process.
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 from kvatlas.engines.vllm.settings import ConnectorSettings
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import CacheIdentity, config_identity, weights_identity
+from kvatlas.models.row_identity import element_order, row_identity
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
 _WITHOUT_FILES = ("dummy",)
@@ -52,6 +54,8 @@ def engine_identity(
     about: dict[str, Any] = {
         "quantization": getattr(served, "quantization", None),
         "uses_long_rope": _uses_long_rope(served) or None,
+        # Classes of transformers may store the elements of K in another order than vLLM's classes.
+        "transformers_backend": _uses_transformers_backend(served) or None,
     }
     folder = _find_folder(vllm_config)
     stored = None if folder is None else stored_config(folder)
@@ -59,6 +63,25 @@ def engine_identity(
         return CacheIdentity(weights=weights, config=config_identity(effective, engine=about))
     about["changed"] = _changed(untouched, effective)
     return CacheIdentity(weights=weights, config=config_identity(stored, engine=about))
+
+
+def stored_identity(
+    vllm_config: Any, settings: ConnectorSettings, untouched: Mapping[str, Any] | None, dtype: str
+) -> CacheIdentity:
+    """Return the identity of an engine's rows in a store.
+
+    Another engine, also one other than vLLM, computes an equal identity if it stores equal rows.
+    `dtype` is the compute dtype. The other arguments are those of `engine_identity`.
+    """
+    known = ConnectorSettings(weights_identity=settings.weights_identity)
+    identity = engine_identity(vllm_config, known, untouched)
+    assert identity is not None  # noqa: S101  # unknown weights raise
+    served = vllm_config.model_config
+    other_class = _uses_transformers_backend(served) or getattr(
+        served, "model_class_overrides", None
+    )
+    elements = None if other_class else element_order(served.hf_config.to_dict())
+    return row_identity(identity, elements=elements or "vllm", dtype=dtype)
 
 
 def cache_identity(
@@ -185,11 +208,25 @@ def stored_config(folder: Path) -> dict[str, Any] | None:
 
 def _changed(untouched: Mapping[str, Any], effective: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config values that an engine's arguments changed; removed values are "null"."""
+    rope = "rope_parameters"
+    effective = {**effective, rope: _as_read(untouched.get(rope), effective.get(rope))}
     return {
         key: "null" if effective.get(key) is None else effective[key]
         for key in sorted({*untouched, *effective})
         if untouched.get(key) != effective.get(key)
     }
+
+
+def _as_read(untouched: Any, effective: Any) -> Any:
+    """Return RoPE parameters with the type that was in the config before vLLM loaded the model.
+
+    Models with MLA rename the type in the processes that load them, but not in the scheduler's.
+    """
+    if not (isinstance(untouched, Mapping) and isinstance(effective, Mapping)):
+        return effective
+    if not str(effective.get("rope_type")).startswith("deepseek_"):
+        return effective
+    return {**effective, "rope_type": untouched.get("rope_type")}
 
 
 def _uses_long_rope(served: Any) -> bool:
@@ -204,6 +241,11 @@ def _uses_long_rope(served: Any) -> bool:
             )
             return short is not None and served.max_model_len > short
     return False
+
+
+def _uses_transformers_backend(served: Any) -> bool:
+    """Return whether vLLM runs the model with transformers' class instead of its own."""
+    return bool(getattr(served, "using_transformers_backend", lambda: False)())
 
 
 def _unknown_weights(got: str) -> AtlasError:

@@ -112,7 +112,7 @@ class WorkerSide:
             _AT_ONCE, thread_name_prefix="kvatlas-vllm", initializer=self._reading.join
         )
         self._sessions = EngineSessions(
-            self.node, timeout=min(10.0, settings.pull_seconds), close=self._background.submit
+            self.node, timeout=settings.pull_seconds, close=self._background.submit
         )
         self._releases = LingeringReleases(self._release_in_background, seconds=_LINGER_SECONDS)
         self._pulls: dict[str, _Pull] = {}
@@ -188,7 +188,7 @@ class WorkerSide:
             self._released(order.name, "refused")
 
     def _released(self, name: str, why: str) -> None:
-        """Report that an offer has ended, so that vLLM may reuse its blocks."""
+        """Report that the offer `name` has ended, so that vLLM may reuse its blocks."""
         if why == "expired":
             self._count(expired=1)
         self._ended.sent(self._offered.pop(name))
@@ -202,7 +202,7 @@ class WorkerSide:
         """
         order, outcome = pull.order, "failed"
         try:
-            with self._sessions.use(order.remote.endpoints) as session:
+            with self._sessions.use(order.remote.endpoints, order.remote.request) as session:
                 try:
                     outcome = "received" if self._read(pull, session) else "failed"
                 finally:
@@ -235,6 +235,7 @@ class WorkerSide:
                 checksums=settings.checksums,
                 final=order.final,
                 wait_for_offer=settings.wait_for_offer,
+                patient=True,
             )
         )
         if transfer is None:
@@ -253,7 +254,7 @@ class WorkerSide:
 
     def _let_go(self, remote: RemoteRequest) -> None:
         try:
-            with self._sessions.use(remote.endpoints) as session:
+            with self._sessions.use(remote.endpoints, remote.request) as session:
                 session.release(remote.request).wait()
         except AtlasError as refusal:
             log.warning("release of an offer failed request=%r: %s", remote.request, refusal)
