@@ -29,7 +29,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-START_SECONDS = 600.0
+START_SECONDS = ANSWER_SECONDS = 600.0
 TOKENS = 12
 LENGTHS = (63, 64, 130, 400)
 _CONNECTOR = {
@@ -41,14 +41,29 @@ ENGINES = {
     "prefill": ("--tensor-parallel-size", "2", "--block-size", "64"),
     "decode": ("--tensor-parallel-size", "1", "--block-size", "128"),
 }
+SERVER = "vllm.entrypoints.openai.api_server"
 _CORES = {"prefill": "0|1", "decode": "1"}
 """Cores of each rank: engines that share them otherwise wait for each other."""
+_ERROR = re.compile(r"\b\w*(?:Error|Exception): .+")
 _PULLED = re.compile(r"^vllm:kvatlas_(\w+?)(?:_total)?\{.*\} ([\d.e+]+)$", re.MULTILINE)
 
 
+class DemoError(Exception):
+    """Why the demo cannot go on, in one sentence."""
+
+
 def main() -> int:
-    """Start both engines, ask them, and show what came of it."""
-    console = Console()
+    """Start both engines, ask them, and show what came of it. Return the exit status."""
+    console = Console(soft_wrap=True)
+    try:
+        return show(console)
+    except DemoError as failure:
+        console.print(f"The demo failed: {failure}", markup=False, highlight=False)
+        return 1
+
+
+def show(console: Console) -> int:
+    """Run the demo. Return 0 if both engines always said the same."""
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "tiny-llama")
         console.print(
@@ -92,8 +107,17 @@ class Served:
                 time.sleep(1)
             else:
                 return
-        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-120:])
-        raise SystemExit(f"the {self.name} engine does not start:\n{tail}")
+        code = self._process.poll()
+        ended = (
+            f"ended with {code}" if code is not None else f"did not answer in {START_SECONDS:g} s"
+        )
+        raise DemoError(f"the {self.name} engine {ended} while it started: {self._last_error()}")
+
+    def _last_error(self) -> str:
+        """The last error in the engine's log, or its last line."""
+        said = self._log.read_text(errors="replace").strip()
+        errors = _ERROR.findall(said)
+        return (errors or said.splitlines() or ["its log is empty"])[-1]
 
     def _get(self, path: str) -> Any:
         return urllib.request.urlopen(f"{self._url}{path}", timeout=30)  # noqa: S310
@@ -114,9 +138,21 @@ class Served:
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=120) as answer:  # noqa: S310
-            found: dict[str, Any] = json.load(answer)
-        return found
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:  # noqa: S310
+                found: dict[str, Any] = json.load(answer)
+        except urllib.error.HTTPError as refusal:
+            said = " ".join(refusal.read().decode(errors="replace").split())
+            problem = f"{refusal.code} {refusal.reason}: {said[:300]}"
+        except OSError as problem_of_network:
+            problem = str(problem_of_network)
+        else:
+            return found
+        about = f"a prompt of {len(prompt.split())} words"
+        raise DemoError(
+            f"the {self.name} engine did not complete {about} ({problem}); "
+            f"its last message is: {self._last_error()}"
+        )
 
     def counters(self) -> dict[str, float]:
         """What its connector has counted."""
@@ -131,7 +167,7 @@ def served(model: Path, name: str) -> Iterator[Served]:
     port = free_port()
     log = model.parent / f"{name}.log"
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+        sys.executable, "-m", SERVER, "--model", str(model),
         "--port", str(port), "--served-model-name", "tiny-llama", "--dtype", "float32",
         "--max-model-len", "1024", "--enforce-eager", "--no-enable-prefix-caching",
         *ENGINES[name], "--kv-transfer-config", json.dumps(_CONNECTOR),
@@ -166,7 +202,7 @@ def free_port() -> int:
     return port
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, *, seed: int = 7) -> Path:
     """A tiny Llama with random weights, whose words are w0 to w511."""
     import torch
     from tokenizers import Tokenizer
@@ -174,7 +210,7 @@ def make_model(folder: Path) -> Path:
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=2048,

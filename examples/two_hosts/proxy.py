@@ -8,8 +8,10 @@ answers, the decode engine computes the prompt. Only Python's own library is nee
 from __future__ import annotations
 
 import argparse
+import http.client
 import itertools
 import json
+import socket
 import sys
 import urllib.error
 import urllib.request
@@ -20,9 +22,34 @@ from typing import Any
 _LARGEST = 64 << 20
 """Bytes of a request's body."""
 _SECONDS = 600.0
+_CONNECT_SECONDS = 5.0
+_SILENT_HOST = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
+"""A connection ends if the engine's host does not answer for 11 seconds."""
 _COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 _OF_THE_ANSWER = ("stream", "stream_options", "min_tokens", "max_completion_tokens")
 """What is not asked of a prefill engine."""
+
+
+class _Connection(http.client.HTTPConnection):
+    """A connection to an engine, which may compute for long, but whose host must be there."""
+
+    def connect(self) -> None:
+        """Connect quickly or fail, and notice a host that vanishes during a request."""
+        self.timeout = _CONNECT_SECONDS
+        super().connect()
+        self.sock.settimeout(_SECONDS)
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _SILENT_HOST.items():
+            if hasattr(socket, name):
+                self.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class _Handler(urllib.request.HTTPHandler):
+    def http_open(self, request: urllib.request.Request) -> Any:
+        return self.do_open(_Connection, request)
+
+
+_open = urllib.request.build_opener(_Handler).open
 
 
 class Engines:
@@ -50,12 +77,12 @@ class Engines:
 
     def get(self, path: str) -> Any:
         """What a decode engine says of itself."""
-        return urllib.request.urlopen(next(self._decode) + path, timeout=_SECONDS)  # noqa: S310
+        return _open(next(self._decode) + path)
 
     def _post(self, url: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
         about = {"Content-Type": "application/json"} | headers
         request = urllib.request.Request(url, json.dumps(body).encode(), about)  # noqa: S310
-        return urllib.request.urlopen(request, timeout=_SECONDS)  # noqa: S310
+        return _open(request)
 
 
 def _one_prompt(body: dict[str, Any]) -> bool:

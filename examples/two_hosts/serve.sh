@@ -2,7 +2,7 @@
 # Run prefill on one host, decode on another, and a proxy in front of both.
 #
 #   serve.sh secret             create the secret file; copy it to the other host
-#   serve.sh check              check that the two engines can exchange caches
+#   serve.sh check              check that the two engines can exchange caches; takes doctor's options
 #   serve.sh prefill            on the prefill host
 #   serve.sh decode             on the decode host
 #   serve.sh proxy              on either, or on a third
@@ -69,7 +69,7 @@ check)
     trap 'rm -rf "$folder"' EXIT
     "${BASH_SOURCE[0]}" prefill --dry-run >"$folder/prefill.sh"
     "${BASH_SOURCE[0]}" decode --dry-run >"$folder/decode.sh"
-    "${PYTHON:-python3}" -m kvatlas doctor "$folder/prefill.sh" "$folder/decode.sh"
+    "${PYTHON:-python3}" -m kvatlas doctor "$folder/prefill.sh" "$folder/decode.sh" "${@:2}"
     ;;
 secret)
     if [[ -e $SECRET_FILE ]]; then

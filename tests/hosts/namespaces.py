@@ -29,13 +29,23 @@ _made: list[str] = []
 
 def run(program: str, *words: str) -> str:
     """Run `ip` or `tc`, and return its output. An error contains the command and its message."""
-    found = shutil.which(program, path=_SEARCHED)
-    if found is None:
-        raise FileNotFoundError(f"{program} is not installed; install the package iproute2")
+    found = _found(program)
     done = subprocess.run([found, *words], capture_output=True, text=True, check=False, timeout=60)
     if done.returncode:
         raise OSError(f"{program} {' '.join(words)}: {done.stderr.strip()}")
     return done.stdout
+
+
+def _found(program: str) -> str:
+    found = shutil.which(program, path=_SEARCHED)
+    if found is None:
+        raise FileNotFoundError(f"{program} is not installed; install the package iproute2")
+    return found
+
+
+def inside(name: str, *command: str) -> list[str]:
+    """Return the words that run a command in a namespace."""
+    return [_found("ip"), "netns", "exec", name, *command]
 
 
 def run_ip(*words: str) -> str:
