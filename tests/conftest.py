@@ -1,5 +1,9 @@
 import os
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 # They need root and minutes, so they have their own target: make test-hosts.
 collect_ignore = ["hosts"]
@@ -14,8 +18,17 @@ except ModuleNotFoundError:  # a GPU machine where nothing can be installed: tes
     pass
 else:
     settings.register_profile("fast", max_examples=15, deadline=None)
-    settings.register_profile("quick", max_examples=60, deadline=None)
+    settings.register_profile("quick", max_examples=40, deadline=None)
     settings.register_profile(
         "deep", max_examples=10_000, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Generator[None, list[Any], list[Any]]:
+    """Import a file for its doctests only if it has some: most helpers have none."""
+    collectors = yield
+    if ">>> " in file_path.read_text(errors="ignore"):
+        return collectors
+    return [one for one in collectors if type(one).__name__ != "DoctestModule"]

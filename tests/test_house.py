@@ -109,16 +109,17 @@ INTERNAL: dict[str, str] = {
         geometry.address_arrays geometry.byte_sizes planning.plans
     """,
     "engines": """
-        geometry.integers planning.engine_rules planning.policy_atlas planning.request
+        geometry.integers models.row_identity planning.engine_rules planning.policy_atlas
+        planning.request
         routing.conversion specs.cell_formats specs.scale_location tier.chained_keys
         tier.addresses tier.converting tier.hit tier.opening tier.prefix_finder tier.store_hit
-        tier.stored_positions tier.tier_events wire.client.transfer_request
-        wire.transports.nixl_agents
+        tier.stored_positions tier.tier_events wire.channels wire.client.kept_offers
+        wire.client.transfer_request wire.connection wire.protocol wire.transports.nixl_agents
         copying.cuda_driver copying.device_marks copying.memory_copy
     """,
     "cli": """
         geometry.byte_sizes geometry.integers models.weights.formats planning.backends
-        planning.engine_rules planning.fitting planning.plan_data planning.planner
+        planning.engine_rules planning.plan_data planning.planner
         planning.plans planning.request planning.sized_layers tier.store_inspection
         copying.run_bounds
         wire.sample_server
@@ -201,10 +202,19 @@ def crossings(module: str) -> set[str]:
 PACKAGE_FILES = sorted(module for module in MODULES if room_of(module) not in ("", "__main__"))
 
 
-@pytest.mark.parametrize("module", PACKAGE_FILES)
-def test_a_package_imports_only_packages_below_it(module: str) -> None:
-    room = room_of(module)
-    for name in imports(MODULES[module]):
+def test_every_module_is_in_a_room() -> None:
+    assert {room_of(module) for module in PACKAGE_FILES} == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_package_imports_only_packages_below_it(room: str) -> None:
+    imported = [
+        (module, name)
+        for module in PACKAGE_FILES
+        if room_of(module) == room
+        for name in imports(MODULES[module])
+    ]
+    for module, name in imported:
         top, other = name.split(".")[0], room_of(name)
         if top == "kvatlas" and other not in ("", room):
             assert ROOMS.index(other) < ROOMS.index(room), f"{module} imports {name} from above"
@@ -308,6 +318,8 @@ def test_no_signature_has_more_names_than_can_be_read_at_once() -> None:
                 continue
             given = node.args
             names = len(given.posonlyargs) + len(given.args)
+            if names + len(given.kwonlyargs) <= MOST_NAMES:
+                continue
             if any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
                 names += len(given.kwonlyargs)
             if names > MOST_NAMES:
@@ -364,9 +376,9 @@ def test_planning_loads_no_web_client() -> None:
 
 
 def test_import_takes_under_100_ms_more_than_numpy() -> None:
-    """The processor's time, the best of several runs, so that a busy machine does not matter."""
+    """The processor's time, in one of several runs, so that a busy machine does not matter."""
     code = (
         "import numpy, time; start = time.process_time(); import kvatlas;"
         "print(time.process_time() - start)"
     )
-    assert min(float(run(code)) for _ in range(5)) < 0.1
+    assert any(float(run(code)) < 0.1 for _ in range(5))

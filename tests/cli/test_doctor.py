@@ -13,6 +13,8 @@ import pytest
 
 from kvatlas.engines.vllm import EngineArguments, diagnose
 from tests.cli.helpers import kvatlas, said, shown
+from tests.wire.child import Rank
+from tests.wire.helpers import small
 
 FLAG = {
     "kv_connector": "KVAtlasConnector",
@@ -328,3 +330,34 @@ def test_files_that_are_no_engines(tmp_path: Path) -> None:
         result = kvatlas("doctor", str(path), str(path))
         assert result.exit_code == 2, (text, result.output)
         assert "Traceback" not in result.output
+
+
+def test_doctor_connects_to_a_rank_that_is_running(tmp_path: Path) -> None:
+    ours, other = tmp_path / "ours", tmp_path / "other"
+    ours.write_bytes(b"the secret of this fleet")
+    other.write_bytes(b"the secret of another fleet")
+    rank = Rank(small("dense"), "tcp", 1, 50, secret=ours.read_bytes())
+    listening = socket.create_server(("127.0.0.1", 0))
+    try:
+        peer = rank.node.endpoint
+        for secret, verdict, reason in (
+            (ours, "ok", "encrypted and authenticated"),
+            (other, "no", "do not share the same secret"),
+            (None, "no", ""),
+        ):
+            extra = {} if secret is None else {"secret_file": str(secret)}
+            found = diagnose(engine(extra), engine(extra), peer=peer)
+            (seen,) = [one for one in found.findings if one.what == "peer"]
+            assert (seen.verdict, seen.prefill) == (verdict, "127.0.0.1"), seen
+            assert reason in seen.why
+            assert found.ok == (verdict == "ok")
+        nobody = f"127.0.0.1:{listening.getsockname()[1]}"
+        listening.close()
+        refused = diagnose(engine(), engine(), peer=nobody)
+        assert "not reached: Connection refused" in refused.answer
+    finally:
+        rank.close()
+        listening.close()
+    assert "needs an engine with a kv_transfer_config" in kvatlas(
+        "doctor", "Qwen3-8B", "--peer", "127.0.0.1:1"
+    ).output.replace("\n", " ")

@@ -54,7 +54,7 @@ def test_a_plan_on_gpus_says_where_its_memory_comes_from() -> None:
     text = " ".join(shown("plan", "Qwen3-8B", "--gpu", "H100", "--tp", "2", "--dp", "4").split())
     assert "for caches on each of 8 H100: 90% of its memory, minus" in text
     assert "of weights (config, bf16) and 3 GiB of overhead" in text
-    assert f"4 replicas: {answer['gpu']['users_prefilling']} users prefilling" in text
+    assert f"4 replicas fit {answer['gpu']['users_prefilling']} requests of 32,768 tokens." in text
 
 
 def test_copies_of_a_cache_are_pointed_out_with_what_would_avoid_them() -> None:
@@ -164,7 +164,7 @@ def test_answers_come_first_and_layers_are_layers() -> None:
     assert "61 mla_attention layers with 122 caches" in told
     assert "Memory left over after whole blocks:" in told
     table = shown("plan", "Nemotron-3-Nano-30B-A3B", "--memory", "60GiB").splitlines()
-    (states,) = [line for line in table if "recurrent" in line]
+    (states,) = [line for line in table if "x recurrent" in line]
     assert " 23 " in states
 
 
@@ -199,3 +199,17 @@ def test_compared_plans_that_are_refused_claim_no_ranks() -> None:
 def test_memory_that_is_too_small_is_told_in_units() -> None:
     text = " ".join(shown("fit", "Qwen3-8B", "--gpu", "H100", "--max-len", "1M").split())
     assert "one request of 1,048,576 tokens needs 144 GiB per rank. Got 52.9 GiB." in text
+
+
+def test_compared_topologies_use_all_gpus() -> None:
+    rows = said("plan", "Qwen3-8B", "--gpu", "8xH100", "--compare", "tp=1,2,8")["rows"]
+    assert [row["topology"] for row in rows] == ["tp 1, dp 8", "tp 2, dp 4", "tp 8"]
+    for row in rows:
+        users = said("plan", "Qwen3-8B", "--gpu", "8xH100", "--tp", str(row["value"]))["gpu"]
+        if row["value"] < 8:
+            assert row["requests_decoding"] == users["users_decoding"]
+    text = shown("plan", "Qwen3-8B", "--gpu", "8xH100", "--compare", "tp=1,2,8")
+    assert "tp 1, dp 8" in text
+    assert "refused" not in text
+    (row,) = said("plan", "Qwen3-235B-A22B", "--gpu", "8xH200", "--compare", "dp=2")["rows"]
+    assert row["topology"] == "tp 4, dp 2, ep 8"

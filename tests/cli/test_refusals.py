@@ -60,7 +60,7 @@ REFUSALS: tuple[tuple[str, Code | None], ...] = (
     ("Llama-3.1-8B --gpu 0xH100", Code.BAD_QUANTITY),
     ("Llama-3.1-70B --gpu L4", Code.WEIGHTS_TOO_LARGE),
     ("Llama-3.1-8B --gpu H100 --memory 5GB", Code.CONTRADICTORY),
-    ("Llama-3.1-8B --gpu 8xH100 --tp 2", Code.CONTRADICTORY),
+    ("Llama-3.1-8B --gpu 8xH100 --tp 3", Code.CONTRADICTORY),
     ("Llama-3.1-8B --gpu 8xH100 --dp 3", Code.CONTRADICTORY),
     ("Llama-3.1-8B --overhead 2GiB", Code.CONTRADICTORY),
     ("Llama-3.1-8B --utilization 0.5", Code.CONTRADICTORY),

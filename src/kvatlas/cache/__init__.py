@@ -1,4 +1,4 @@
-"""Buffers for a plan, and zero-copy views of them in the shapes that backends expect.
+"""Buffers for a plan, and zero-copy views of these buffers in the shapes that backends expect.
 
 This package requires torch (`pip install 'kvatlas[torch]'`).
 """

@@ -1,8 +1,8 @@
 """Zero-copy views in the shapes that attention backends expect.
 
 Each function returns tensors that share the pool's storage and have the shape that one backend
-expects. K and V can be stacked on one axis, whose stride is the distance between them. If a
-layout does not allow the shape without a copy, the function raises an error.
+expects. K and V can be stacked on one axis; the stride of this axis is the distance between K and
+V. If a layout does not allow the shape without a copy, the function raises an error.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def flashinfer_packed(layer: LayerCache, order: Order) -> torch.Tensor:
 
 
 class Quantised(NamedTuple):
-    """A view of quantised elements and a view of their scales, each with K and V on one axis."""
+    """A view of quantised elements and a view of their scales. Both have one axis for K and V."""
 
     data: torch.Tensor
     scales: torch.Tensor
@@ -71,13 +71,13 @@ def flashinfer_nvfp4(layer: LayerCache, order: Order = "HND") -> Quantised:
 def scales(layer: LayerCache) -> KV:
     """Return the scales of K and of V as [B, N, H], one per token and head.
 
-    int8, fp8 and int4 kernels expect them in this shape.
+    int8, fp8 and int4 kernels expect scales in this shape.
     """
     k, v = (_view(layer, name, _AXES["NHD"]) for name in ("k_scale", "v_scale"))
     if k.shape[-1] != 1 or v.shape[-1] != 1:
-        got = f"{k.shape[-1]} scales per row in {layer.name}"
+        got = f"{k.shape[-1]} scales per token and head in {layer.name}"
         hint = "Use flashinfer_nvfp4 for block scales"
-        raise AtlasError(Code.BAD_AXES, "Each row must have exactly one scale", got=got, hint=hint)
+        raise AtlasError(Code.BAD_AXES, "A token must have 1 scale per head", got=got, hint=hint)
     return KV(k.squeeze(-1), v.squeeze(-1))
 
 
@@ -130,7 +130,7 @@ def latent(layer: LayerCache) -> torch.Tensor:
 
 
 def mamba(layer: LayerCache, order: Literal["SD", "DS"]) -> tuple[torch.Tensor, ...]:
-    """Return the states of a recurrent layer, such as `conv` and `ssm`, in the order of its page.
+    """Return the states of a recurrent layer, such as `conv` and `ssm`, in the order of the page.
 
     The conv state has the shape [B, taps, rows] (SD) or [B, rows, taps] (DS). A tap is one
     stored input, and a row is one channel.
@@ -163,7 +163,7 @@ def _place(layer: LayerCache, name: str, axes: tuple[str, ...]) -> Placement:
 def _together(layer: LayerCache, first: str, second: str, axes: tuple[str, ...]) -> torch.Tensor:
     """Return fields `first` and `second` in one tensor, stacked on a new axis of size 2 after B.
 
-    The fields must have the same strides.
+    The two fields must have equal strides.
     """
     a, b = (_place(layer, name, axes) for name in (first, second))
     return view(layer.buffer, stack(a, b, axis="kv", behind="B"), _dtype(layer, first))

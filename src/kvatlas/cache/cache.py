@@ -30,7 +30,7 @@ _S = TypeVar("_S", bound=Spec)
 
 @dataclass(frozen=True, eq=False)
 class LayerCache:
-    """The cache of one layer on one rank, as views into its pool.
+    """The cache of one layer on one rank: views into the pool that stores the layer.
 
     If a plan splits a recurrent state by heads, each `LayerCache` holds one part of the state.
     Layer caches are compared by identity.
@@ -49,7 +49,7 @@ class LayerCache:
         """Return the layer's spec, which must be an instance of `kind`."""
         if not isinstance(self.spec, kind):
             problem = f"The spec of {self.name} must be a {kind.__name__}"
-            got, hint = type(self.spec).__name__, "Call the kernel for layers with this spec"
+            got, hint = type(self.spec).__name__, "Call a kernel that supports this spec"
             raise AtlasError(Code.BAD_SPEC, problem, got=got, hint=hint)
         return self.spec
 
@@ -136,7 +136,7 @@ class LayerCache:
 
 
 class Cache(Mapping[str, LayerCache]):
-    """The caches of one rank, by layer.
+    """The caches of one rank: `cache[layer]` is the cache of a layer.
 
     >>> from kvatlas.planning import plan
     >>> cache = allocate(plan("Qwen3-8B", memory="1GiB", max_len=512))
@@ -182,7 +182,10 @@ class Cache(Mapping[str, LayerCache]):
         return len(self._parts)
 
     def parts(self, layer: str) -> list[LayerCache]:
-        """Return the caches of all parts of a layer: one, unless its state is split by heads."""
+        """Return the caches of all parts of a layer.
+
+        A layer has one part, unless the plan splits its state by heads.
+        """
         if layer not in self._parts:
             region, _ = self.plan.region_of(layer)
             problem = f"Rank {self.rank} does not hold this layer"
@@ -312,7 +315,7 @@ def _block_ids(ids: Any, pool: Pool) -> torch.Tensor:
 
 
 def _memory(nbytes: int, zero: bool, device: Any) -> torch.Tensor:
-    """Allocate `nbytes` bytes that start at a multiple of `ALIGNMENT`, set to 0 if `zero`."""
+    """Allocate `nbytes` bytes at a multiple of `ALIGNMENT`. If `zero` is true, set them to 0."""
     make = torch.zeros if zero else torch.empty
     raw = make(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
     skip = -raw.data_ptr() % ALIGNMENT
@@ -347,7 +350,7 @@ def _largest_element(plan: Plan, pool: Pool) -> int:
 
 
 def _check_alignment(tensor: torch.Tensor, item: int, pool: Pool) -> None:
-    """Raise an error if the memory is not aligned to `item` bytes, as torch views require."""
+    """Raise an error if the memory is not aligned to `item` bytes. torch views need this."""
     if tensor.data_ptr() % item or tensor.storage_offset() % item:
         problem = f"The memory of pool {pool.index} must start at a multiple of {item} bytes"
         got = f"address {tensor.data_ptr():#x}, {tensor.storage_offset()} bytes into its storage"

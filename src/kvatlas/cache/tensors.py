@@ -48,7 +48,7 @@ def check_pool(buffer: torch.Tensor) -> None:
 
 
 def whole_tensor(given: Any, what: str, hint: str) -> torch.Tensor:
-    """Return `given` as a tensor; raise an error unless its elements are integers.
+    """Return `given` as a tensor of integers; raise an error if it is something else.
 
     An empty tensor may have any dtype. `what` names the integers in errors.
 

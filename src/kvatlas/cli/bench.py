@@ -33,7 +33,7 @@ _SEED = 7
 class TransportRate:
     """Throughput of one transport and of memcpy, in GB/s.
 
-    Both copied contiguous runs of `run` bytes each.
+    The transport and memcpy copied the same runs; each run is `run` contiguous bytes.
     """
 
     transport: str

@@ -118,5 +118,5 @@ def layouts(as_json: Json = False) -> None:
 
 
 def hybrids() -> None:
-    """Print a Markdown table that compares vLLM's and atlas's plans of all hybrid models."""
+    """Print a Markdown table with the plans of vLLM and of policy atlas for all hybrid models."""
     typer.echo(hybrids_page(), nl=False)

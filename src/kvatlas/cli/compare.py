@@ -19,7 +19,7 @@ from kvatlas.cli.options import (
 from kvatlas.errors import AtlasError
 from kvatlas.geometry import ENGINE_LAYOUTS
 from kvatlas.models import Model
-from kvatlas.planning import BACKENDS, Plan, backends_of
+from kvatlas.planning import BACKENDS, Fit, Plan, backends_of
 from kvatlas.planning.planner import default_length
 from kvatlas.planning.request import length
 from kvatlas.planning.sized_layers import kind_of
@@ -63,13 +63,14 @@ _FIGURES = (
 """Keys that are copied from a plan's summary to a row."""
 
 Row = dict[str, Any]
-"""The data of one compared plan: `compare` (the option), `value`, `_FIGURES`, `way`, `refused`."""
+"""The data of one compared plan: `compare` (the option), `value`, `_FIGURES`, `topology` (with
+`--gpu`), `way`, `refused`."""
 
 
 def axes_of(texts: list[str]) -> dict[str, tuple[str, ...]]:
     """Parse the arguments of `--compare`: return the values to compare, by option.
 
-    An empty tuple of values stands for the `usual` values of the option.
+    If the text lists no values for an option, its tuple is empty, and `usual` returns its values.
 
     >>> axes_of(["policy,tp", "pack=1,3"])
     {'policy': (), 'tp': (), 'pack': ('1', '3')}
@@ -112,7 +113,8 @@ def check_memory_axis(options: PlanOptions, axis: str) -> None:
 def compared_title(options: PlanOptions, model: Model, *axes: str) -> Text:
     """Return a title that names the model and the options that all compared plans share.
 
-    These are ranks, memory and request length, except the compared options `axes`.
+    The options are ranks, memory and request length; options in `axes`, which are compared, are
+    left out.
     """
     sizes = {name: getattr(options, name) for name in ("tp", "pp", "dp", "dcp") if name not in axes}
     parts = [f"{name} {n}" for name, n in sizes.items() if n and (n > 1 or name == "tp")]
@@ -156,7 +158,8 @@ def _compared(options: PlanOptions, model: Model, axis: str, value: str) -> Row:
     shown = number(value, problem, "'--compare'") if axis in _NUMBERS else value
     row: Row = {"compare": axis, "value": shown, **dict.fromkeys(_FIGURES)}
     ranks = options.tp or (None if options.gpu else 1)  # with --gpu, the number of GPUs decides
-    row |= {"policy": options.policy, "tp": ranks, "way": None, "refused": None}
+    row |= {"policy": options.policy, "tp": ranks, "topology": None}
+    row |= {"way": None, "refused": None}
     row |= {axis: shown} if axis in ("policy", "tp") else {}
     changed = {AXES[axis]: shown}
     try:
@@ -167,7 +170,12 @@ def _compared(options: PlanOptions, model: Model, axis: str, value: str) -> Row:
     summary = made.summary()
     row |= {name: summary[name] for name in _FIGURES} | {"way": way_of(made)}
     row["warnings"] = list(found.warnings)
-    replicas = changed.get("dp", options.dp)
-    for name in ("tokens", "requests_at_max_len", "requests_decoding"):
-        row[name] *= replicas
+    if isinstance(found, Fit):
+        replicas, row["topology"] = found.topology.dp, str(found.topology)
+    else:
+        replicas = int(changed.get("dp") or options.dp or 1)
+    row["tokens"] *= replicas
+    if replicas > 1:  # a request does not continue on another replica, so fractions do not add up
+        for name in ("requests_at_max_len", "requests_decoding"):
+            row[name] = int(row[name]) * replicas
     return row

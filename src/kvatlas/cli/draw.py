@@ -39,10 +39,11 @@ def draw(
 ) -> Map:
     """Return the map of one plan, or of the route between two plans.
 
-    The first plan has these options, changed by those in `source`. If `options.model` is a plan
-    file, the first plan is read from it. If `target` is given, which is a plan file or options, the
-    map shows the route of a request of `tokens` tokens to that plan. If `knobs` is true, the map of
-    a model includes other plans, for the controls of the HTML page.
+    The first plan has the options `options`, some of them replaced by those in `source`. If
+    `options.model` is a plan file, the first plan is read from the file. `target` is the second
+    plan: a plan file, or options. If it is given, the map shows the route of a request of `tokens`
+    tokens from the first plan to the second. If `knobs` is true, the map of a model includes other
+    plans, for the controls of the HTML page.
     """
     if _is_plan(options.model):
         if source is not None or options != PlanOptions(model=options.model):
@@ -59,7 +60,10 @@ def draw(
 
 
 def _end(options: PlanOptions, target: str) -> Plan:
-    """Return the destination's plan: from the file `target`, or with the options in `target`."""
+    """Return the destination's plan.
+
+    `target` is a plan file, or plan options that replace some of `options`.
+    """
     if "=" not in target and target:
         return read_plan(target)
     if _is_plan(options.model):

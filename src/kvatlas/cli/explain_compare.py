@@ -54,7 +54,7 @@ def plan_differences(options: PlanOptions, text: str) -> PlanDifferences:
 
 
 def _lines(options: PlanOptions, axis: str, value: object) -> list[str]:
-    """Return the sentences about one plan, without its title; none if it is refused."""
+    """Return the sentences that explain one plan, without the title; empty if there is no plan."""
     try:
         made = options.plan(**{AXES[axis]: value})
     except AtlasError:

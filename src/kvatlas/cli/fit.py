@@ -13,11 +13,19 @@ from kvatlas.cli.failures import plain
 from kvatlas.cli.fitted_table import FittedTable
 from kvatlas.cli.merged_notes import merged_notes
 from kvatlas.cli.options import PlanOptions, plan_in
-from kvatlas.cli.tables import headline, indented, labelled_notes, plan_details, table
+from kvatlas.cli.tables import (
+    headline,
+    indented,
+    labelled_notes,
+    not_runnable,
+    plan_details,
+    table,
+)
 from kvatlas.errors import AtlasError
 from kvatlas.geometry.byte_sizes import size
 from kvatlas.models import Model, Weights, find_gpus
 from kvatlas.planning import Fit, Fitting, Plan
+from kvatlas.planning.plan_data import DECODING
 from kvatlas.planning.request import length
 
 _NARROWER = ((2, 5), (2, 2), (1, 2), (1, 1))
@@ -27,7 +35,10 @@ of a topology (such as `tp 4`) per line."""
 
 @dataclass(frozen=True)
 class PlanOnMachine:
-    """A plan, its fit on GPUs if `--gpu` was given, and topologies that serve more users."""
+    """A plan and, if `--gpu` was given, the plan's fit on the GPUs.
+
+    Also contains fits on other topologies that serve more users.
+    """
 
     plan: Plan
     fit: Fit | None
@@ -46,18 +57,26 @@ class PlanOnMachine:
     def parts(self) -> list[RenderableType]:
         """Return the plan as text and tables."""
         facts = self.facts()
+        if self.dp > 1:
+            of_each = facts["answer"].removeprefix("Fits")
+            facts["answer"] = f"{self._of_all_replicas()} Each fits{of_each}"
         return [headline(facts), *self.machine(), *plan_details(facts)]
 
+    def _of_all_replicas(self) -> str:
+        users = [self.dp * int(self.plan.requests(in_flight=n)) for n in (None, DECODING)]
+        length = f"requests of {self.plan.max_len:,} tokens"
+        if users[0] == users[1]:
+            return f"{self.dp} replicas fit {users[0]:,} {length}."
+        return (
+            f"{self.dp} replicas fit {users[0]:,} {length} while they prefill, "
+            f"{users[1]:,} while they decode."
+        )
+
     def machine(self) -> list[RenderableType]:
-        """Return text about memory, replicas, and topologies that would serve more users."""
+        """Return text about the GPUs: memory, and topologies that serve more users."""
         lines = []
         if self.fit is not None:
             lines.append(_memory_line(self.fit, self.plan))
-        if self.dp > 1:
-            users = [self.dp * int(self.plan.requests(in_flight=n)) for n in (None, 1)]
-            lines.append(
-                f"{self.dp} replicas: {users[0]:,} users prefilling, {users[1]:,} decoding."
-            )
         if self.suggestions:
             lines.append("Ranks hold copies of the cache. These topologies avoid that:")
             lines += [
@@ -73,7 +92,7 @@ def plan_on(options: PlanOptions) -> PlanOnMachine:
     found = options.fit()
     made = plan_in(found)
     if isinstance(found, Plan):
-        return PlanOnMachine(made, None, options.dp)
+        return PlanOnMachine(made, None, options.dp or 1)
     better = options.fitting().suggestions(found.topology)
     more = tuple(one for one in better if one.users() > found.users())
     return PlanOnMachine(made, found, found.topology.dp, more)
@@ -95,7 +114,7 @@ def fit_models(
     A model that cannot be loaded has an error instead of a fit. Fits are sorted by the number of
     users, the largest first.
     """
-    number, gpu = find_gpus(gpus)
+    machine = find_gpus(gpus)
     found, failed = [], []
     for model in models:
         try:
@@ -104,27 +123,35 @@ def fit_models(
         except AtlasError as refusal:
             failed.append(refusal)
             continue
-        found.append(Fitting(model, gpu, **options).best(number))
+        fitting = Fitting(model, machine.gpu, **options)
+        found.append(fitting.best(machine.number, per_host=machine.per_host))
     return sorted(found, key=lambda one: (one.plan is None, -one.users())), failed
 
 
 def fit_parts(fits: list[Fit], gpus: str, max_len: str | None) -> list[RenderableType]:
     """Return a line with the number of models that fit, and a table with a row for each model."""
-    number, gpu = find_gpus(gpus)
+    machine = find_gpus(gpus)
     fitting = [one for one in fits if one.plan]
     lengths = {length(max_len)} if max_len else {one.plan.max_len for one in fits if one.plan}
     at = f" at {lengths.pop():,} tokens" if len(lengths) == 1 else ""
-    answer = f"{len(fitting)} of {len(fits)} models fit {number} x {gpu.name}{at}."
+    answer = f"{len(fitting)} of {len(fits)} models fit {machine.number} x {machine.gpu.name}{at}."
     console = Console()
     for gap, sizes_per_line in _NARROWER:
         made = _fit_table(fits, sizes_per_line, lengths=len(lengths) > 1)
         if made.natural_width(console, gap) + 2 <= console.width:
             break
     reasons = [
-        (one.model, f"{why.problem}. Got {why.got}.") for one in fits if (why := one.refusal)
+        (one.model, f"{why.problem}. Got {why.got}. {why.hint}.")
+        for one in fits
+        if (why := one.refusal)
     ]
     told = [Text(plain(reason), style="yellow") for reason in merged_notes(reasons)]
     warnings = [(one.model, warning) for one in fits for warning in one.warnings]
+    warnings += [
+        (one.model, not_runnable(reasons).replace("--runs-on", "kvatlas plan --runs-on"))
+        for one in fits
+        if one.plan and (reasons := one.plan.summary()["not_runnable"])
+    ]
     legend = (
         "weights, cache: memory on each GPU. prefill, decode: requests of the greatest length "
         "that all replicas serve at once while all of them prefill, or all decode."

@@ -46,10 +46,10 @@ class Question:
 
 
 def axes_of_hits(texts: list[str]) -> Axes:
-    """Parse the arguments of `--compare` into pairs of an option and the values to compare.
+    """Parse the arguments of `--compare`: return pairs (option, values to compare).
 
-    An empty tuple stands for the usual values of the option. If `texts` is empty, the result is
-    `[("", ("",))]`.
+    An empty tuple of values means that the option's usual values are compared. If `texts` is empty,
+    the result is `[("", ("",))]`.
 
     >>> axes_of_hits(["policy,tier", "memory=1GiB,2GiB"])
     [('policy', ()), ('tier', ()), ('memory', ('1GiB', '2GiB'))]
@@ -167,7 +167,7 @@ def _check_tiers(replay: ReplayOptions, values: tuple[str, ...]) -> None:
 
 
 def _cost(options: PlanOptions, question: Question) -> PrefillCost | None:
-    """Return the prefill cost in FLOPs; None if the number of active parameters is unknown."""
+    """Return the cost of prefill in FLOPs; None if the model's active parameters are unknown."""
     from kvatlas.simulate import PrefillCost, active_parameters
 
     given = question.replay.active_params

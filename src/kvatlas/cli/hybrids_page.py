@@ -1,4 +1,7 @@
-"""Generate `docs/reference/data/hybrids.md`: vLLM's and atlas's plans of hybrid models."""
+"""Generate `docs/reference/data/hybrids.md`, which compares plans of hybrid models.
+
+For each model, the table contains vLLM's plan and the plan of the policy `atlas`.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,11 @@ def _line(name: str, tp: int) -> str:
 
 
 def _runs(name: str, tp: int, ours: Plan | AtlasError) -> str:
-    """Return whether vLLM runs a plan; if not, the block size of the plan that it can run."""
+    """Return the table cell that shows whether vLLM can run the plan `ours`.
+
+    The cell is "yes", or the block size of a larger plan that vLLM can run, or an error code. It is
+    empty if there is no plan.
+    """
     if isinstance(ours, AtlasError):
         return ""
     if not ours.summary()["not_runnable"]:

@@ -13,7 +13,7 @@ from kvatlas.geometry import ENGINE_LAYOUTS
 from kvatlas.models import Model
 from kvatlas.planning import BACKENDS
 from kvatlas.planning.backends import ANY_ORDER
-from kvatlas.planning.sized_layers import FULL_KINDS, kind_of
+from kvatlas.planning.sized_layers import FIXED_KINDS, FULL_KINDS, kind_of
 from kvatlas.specs import AnySpec, EncoderOnlyAttention
 
 
@@ -64,7 +64,7 @@ def grows(spec: AnySpec) -> float:
 
 
 def fixed(spec: AnySpec) -> int:
-    """Return the bytes that a request needs in a layer's window or state, whatever its length.
+    """Return the bytes that a request of any length needs in a layer's window, ring or state.
 
     >>> from kvatlas.specs import SlidingAttention
     >>> fixed(SlidingAttention(heads=8, head_dim=128, window=128))
@@ -72,8 +72,8 @@ def fixed(spec: AnySpec) -> int:
     """
     if kind_of(spec) in FULL_KINDS:
         return 0
-    if spec.tokens_per_state is None:
-        return int(_per_token(spec))
+    if kind_of(spec) in FIXED_KINDS:
+        return spec.page(1).unpadded
     seen = spec.visibility
     return int((seen.window or seen.chunk or seen.source or 0) * _per_token(spec))
 

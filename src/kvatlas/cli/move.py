@@ -150,7 +150,7 @@ def move_request(
 
 
 def _way(node: Node) -> str:
-    """Return how the only pull of a node moved its bytes: staged, coalesced or direct."""
+    """Return how a node moved the bytes of its only transfer: staged, coalesced or direct."""
     ways = ("staged", "coalesced")
     return next((way for way in ways if node.metrics.seconds[way] > 0), "direct")
 
@@ -186,8 +186,8 @@ def _copy_ranges(
 ) -> None:
     """Copy a request within this process, from the pools `sent` to the pools `expected`.
 
-    The result shows which bytes a transport must deliver. `about` contains the request's block
-    tables and its number of tokens.
+    Afterwards, `expected` contains the bytes that a transport must deliver. `about` contains the
+    request's block tables and its number of tokens.
     """
     for source, pools in sent.items():
         for copy in way.bind(source_rank=source, destination_rank=rank, **about).copies:

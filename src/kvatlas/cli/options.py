@@ -22,7 +22,6 @@ from kvatlas.models import GPUS, Model, catalogue, find_gpus
 from kvatlas.models.weights.formats import NAMED_FORMATS
 from kvatlas.planning import BACKENDS, Fit, Fitting, Plan, Policy, plan
 from kvatlas.planning.engine_rules import CHIPS, RELEASES
-from kvatlas.planning.fitting import given_topology
 from kvatlas.specs import ATTENTION_CACHES, LATENT_CACHES
 
 POLICIES: tuple[str, ...] = get_args(Policy)
@@ -31,7 +30,7 @@ CACHES = tuple(dict.fromkeys((*ATTENTION_CACHES, *LATENT_CACHES)))
 
 DEFAULT_MEMORY = "80GiB"
 _TOPOLOGY = ("tp", "pp", "dp", "dcp", "ep")
-_OF_GPUS = {"gpu": None, "utilization": None, "overhead": None, "weights_dtype": None, "ep": 1}
+OF_GPUS: dict[str, Any] = dict.fromkeys(("gpu", "utilization", "overhead", "weights_dtype", "ep"))
 """Options that require --gpu, and their defaults."""
 _COUNTS = {
     "tp": "tensor-parallel ranks",
@@ -99,6 +98,14 @@ _UTILIZATION = (
 _WEIGHTS = "With --gpu: format of the weights: fp8, nvfp4, ... [dim]By default the checkpoint's.[/]"
 _OVERHEAD = "With --gpu: memory that is neither weights nor cache. [dim]By default 3GiB.[/]"
 _TP = "Tensor-parallel ranks. [dim]By default 1; with --gpu, GPUs / (pp x dp).[/]"
+_DP = (
+    "Data-parallel replicas, each with its own cache. "
+    "[dim]By default 1; with --gpu and --tp, GPUs / (tp x pp).[/]"
+)
+_EP = (
+    "With --gpu: expert-parallel ranks. "
+    "[dim]By default all GPUs, if experts are replicated otherwise.[/]"
+)
 _IN_FLIGHT = (
     "Tokens of a prefilling request that are scheduled but not computed yet. "
     "[dim]By default 8192 per batch in flight: 16384 with one pipeline stage.[/]"
@@ -138,9 +145,9 @@ class PlanOptions:
     weights_dtype: Annotated[str | None, _option(_WEIGHTS, _MACHINE, *NAMED_FORMATS)] = None
     tp: Annotated[int | None, _option(_TP, _MACHINE)] = None
     pp: Annotated[int, _option("Pipeline stages.", _MACHINE)] = 1
-    dp: Annotated[int, _option("Data-parallel replicas, each with its own cache.", _MACHINE)] = 1
+    dp: Annotated[int | None, _option(_DP, _MACHINE)] = None
     dcp: Annotated[int, _option("Decode-context-parallel ranks.", _MACHINE)] = 1
-    ep: Annotated[int, _option("With --gpu: expert-parallel ranks.", _MACHINE)] = 1
+    ep: Annotated[int | None, _option(_EP, _MACHINE)] = None
     max_len: Annotated[str | None, _option(_LENGTHS, _MACHINE)] = None
     in_flight: Annotated[int | None, _option(_IN_FLIGHT, _MACHINE)] = None
     requests: Annotated[int | None, _option(_REQUESTS, _MACHINE)] = None
@@ -207,14 +214,14 @@ class PlanOptions:
         options = self._options(changes)
         if options["gpu"] is not None:
             sizes = {name: options[name] for name in _TOPOLOGY}
-            count, _ = find_gpus(options["gpu"])
-            return self.fitting(**changes).on(given_topology(count, **sizes))
-        for name, default in _OF_GPUS.items():
+            return self.fitting(**changes).given(find_gpus(options["gpu"]), **sizes)
+        for name, default in OF_GPUS.items():
             if options.pop(name) != default:
                 flag = "--" + name.replace("_", "-")
                 hint = f"Add --gpu, or omit {flag}"
                 raise contradictory(f"{flag} without --gpu", hint, f"{flag} requires --gpu")
-        positive(options.pop("dp"), "dp")
+        dp = options.pop("dp")
+        positive(1 if dp is None else dp, "dp")
         options["memory"] = DEFAULT_MEMORY if options["memory"] is None else options["memory"]
         options["tp"] = 1 if options["tp"] is None else options["tp"]
         return plan(options.pop("model"), **options)
@@ -224,7 +231,7 @@ class PlanOptions:
         options = self._options(changes) | {"model": self.model}
         if options.pop("memory") is not None:
             raise contradictory("--memory and --gpu", "Pass either --memory or --gpu")
-        _, gpu = find_gpus(options.pop("gpu"))
+        gpu = find_gpus(options.pop("gpu")).gpu
         skipped = [name for name in ("utilization", "overhead") if options[name] is None]
         for name in (*_TOPOLOGY, *skipped):
             del options[name]

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvatlas.cli.options import PlanOptions, completer
+from kvatlas.cli.options import OF_GPUS, PlanOptions, completer
 from kvatlas.planning import Plan
 
 EVICTIONS = ("fifo", "lru", "lfu", "s3-fifo", "saved-compute", "optimal")
@@ -82,12 +82,11 @@ class ReplayOptions:
     ] = None
 
     def tiers(self, options: PlanOptions) -> dict[str, Plan]:
-        """Return a plan for each configured tier: `host` for host memory, `disk` for disk.
+        """Return a plan for each configured tier, by name: `host` (host memory) or `disk`.
 
         A tier stores the caches of all ranks, so its plan has a single rank.
         """
-        whole: dict[str, Any] = {"gpu": None, "utilization": None, "overhead": None, "ep": 1}
-        whole |= {"tp": 1, "pp": 1, "dp": 1, "dcp": 1}
+        whole: dict[str, Any] = OF_GPUS | {"tp": 1, "pp": 1, "dp": 1, "dcp": 1}
         sizes = {"host": self.host_memory, "disk": self.disk}
         return {
             name: options.plan(memory=memory, **whole)

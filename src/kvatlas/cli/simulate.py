@@ -154,7 +154,10 @@ def _label(row: Row) -> str:
 
 
 def _set_aside(rows: list[Row]) -> list[tuple[str, str]]:
-    """Return a labelled note for each model whose limit excludes requests of the trace."""
+    """Return (model, note) for each model for which some requests of the trace are too long.
+
+    These requests are not replayed.
+    """
     found = {
         row["model"]: f"{row['set_aside']:,} requests of the trace exceed the limit of "
         f"{row['limit']:,} tokens. They are set aside and not replayed."

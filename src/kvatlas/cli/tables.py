@@ -5,7 +5,7 @@ The functions take the same data that `--json` prints, so both outputs agree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,8 @@ def tokens(count: int) -> str:
 def requests(count: float) -> str:
     """Return the number of requests that fit as text, rounded to one decimal.
 
-    Halves are rounded down, because `count` is already rounded to four decimals and rounding up
-    twice would report too many.
+    A count half way between two results is rounded down. `count` was already rounded to four
+    decimals, so it may be too large, and rounding up again would report too many requests.
 
     >>> requests(79.65), requests(1064.2)
     ('79.6', '1,064.2')
@@ -146,7 +146,13 @@ def plan_details(summary: dict[str, Any]) -> list[RenderableType]:
     parts: list[RenderableType] = [indented(_groups(summary["groups"]))]
     if len(summary["pools"]) > 1:
         parts.append(indented(_pools(summary["pools"], stages=summary["pp"] > 1)))
-    return [*parts, *notes(summary["warnings"])]
+    runnable = [not_runnable(reasons)] if (reasons := summary["not_runnable"]) else []
+    return [*parts, *notes([*summary["warnings"], *runnable])]
+
+
+def not_runnable(reasons: Sequence[str]) -> str:
+    """Return a note on a plan that vLLM cannot run, for these reasons."""
+    return f"vLLM cannot run this plan: {'; '.join(reasons)}. --runs-on vllm plans what it can run."
 
 
 def _groups(groups: list[dict[str, Any]]) -> Table:
@@ -219,21 +225,28 @@ COMPARISON_LEGEND = (
 HYBRID_LEGEND = " hybrid: attention layers that share a page with a recurrent state, or apart."
 
 
+_RANKS = ("tp", "pp", "dp", "dcp")
+"""Options whose values determine the topology on a number of GPUs."""
+
+
 def comparison(axis: str, rows: list[Row]) -> Group:
     """Return a table with a row for each plan, and below it why some plans were refused.
 
     The row that fits the most requests while decoding is highlighted.
     """
     ways = any(row["way"] for row in rows)
+    plain_topologies = {None, *(f"{axis} {row['value']}" for row in rows)}
+    placed = axis in _RANKS and any(row["topology"] not in plain_topologies for row in rows)
     columns = (axis, "block", "tokens", "prefill", "decode", "ratio", "padding")
-    made = table(*columns, *(["hybrid"] if ways else []), words=(0, 7), wraps=(0,))
+    more = (*(["hybrid"] if ways else []), *(["topology"] if placed else []))
+    made = table(*columns, *more, words=(0, 7, 8), wraps=(0, 6 + len(more)))
     best = max((row["requests_decoding"] or 0 for row in rows), default=0)
     reasons = []
     for row in rows:
         value = plain(row["value"])
         if row["refused"]:
             refused = Text("refused", style="yellow")
-            made.add_row(value, "-", refused, *["-"] * 4, *([""] if ways else []))
+            made.add_row(value, "-", refused, *["-"] * 4, *([""] * len(more)))
             reasons.append((value, plain(row["refused"]["message"])))
             continue
         made.add_row(
@@ -245,6 +258,7 @@ def comparison(axis: str, rows: list[Row]) -> Group:
             f"{row['ratio']:.2f}",
             f"{row['padding_share']:.2%}",
             *([(row["way"] or "").removeprefix("states ")] if ways else []),
+            *([row["topology"] or ""] if placed else []),
             style="bold green" if row["requests_decoding"] == best else "",
         )
     told: list[RenderableType] = [

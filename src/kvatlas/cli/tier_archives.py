@@ -17,7 +17,7 @@ Archive = Annotated[Path, typer.Argument(metavar="FILE", help="The tar file.", s
 
 def export(where: Where, archive: Archive, as_json: Json = False) -> None:
     """Write all valid objects of a store to a tar file."""
-    from kvatlas.tier import export_objects
+    from kvatlas.tier.store_inspection import export_objects
 
     with opened(where) as store:
         count = export_objects(store, archive)
@@ -28,7 +28,7 @@ def export(where: Where, archive: Archive, as_json: Json = False) -> None:
 
 def import_archive(where: Where, archive: Archive, as_json: Json = False) -> None:
     """Store the valid objects of a tar file. Exits with 1 if some objects are damaged."""
-    from kvatlas.tier import import_objects
+    from kvatlas.tier.store_inspection import import_objects
 
     with opened(where, create=True) as store:
         verdict = import_objects(store, archive)

@@ -39,7 +39,7 @@ def copy(
     Interrupt it at any time: a second call continues. Exits with 1 if objects are damaged or the
     other store has no space for them.
     """
-    from kvatlas.tier import copy_prefix
+    from kvatlas.tier.store_inspection import copy_prefix
 
     tokens = _tokens(prefix)
     with (

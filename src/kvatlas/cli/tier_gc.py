@@ -29,10 +29,10 @@ def gc(
 ) -> None:
     """Remove incomplete rows, and files that dead processes left.
 
-    A row is one stored block, split into several objects. With --tenant, --namespace or --older,
-    remove all objects of that tenant, of that namespace or in older formats instead.
+    A row is one stored block, split into several objects. With --tenant or --namespace, remove all
+    objects of that tenant or namespace instead; with --older, remove all objects in older formats.
     """
-    from kvatlas.tier import collect_garbage
+    from kvatlas.tier.store_inspection import collect_garbage
 
     with opened(where) as store:
         removed, swept = collect_garbage(store, tenant=tenant, namespace=namespace, older=older)

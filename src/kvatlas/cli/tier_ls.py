@@ -24,8 +24,7 @@ def ls(where: Where, as_json: Json = False) -> None:
 
     Objects in older formats, which this version never reads, are counted.
     """
-    from kvatlas.tier import summaries
-    from kvatlas.tier.store_inspection import older_objects
+    from kvatlas.tier.store_inspection import older_objects, summaries
 
     with opened(where) as store:
         found = summaries(store)

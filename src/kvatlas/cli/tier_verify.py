@@ -16,7 +16,7 @@ Remove = Annotated[bool, typer.Option("--remove", help="Remove damaged objects."
 
 def verify_objects(where: Where, remove: Remove = False, as_json: Json = False) -> None:
     """Check name, header and checksum of every object. Exits with 1 if some are damaged."""
-    from kvatlas.tier import verify
+    from kvatlas.tier.store_inspection import verify
 
     with opened(where) as store:
         verdict = verify(store, remove=remove)

@@ -114,7 +114,7 @@ def plan_for_trace(
 
 
 def candidates(options: PlanOptions) -> Candidates:
-    """Return the plans to simulate: the plan with these options, vLLM's plan, and variants.
+    """Return the plans to simulate: the plan with `options`, vLLM's plan, and variants.
 
     For a model with recurrent states, the variants differ in `pack`. For other models, they differ
     in the block size.

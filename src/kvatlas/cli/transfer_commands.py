@@ -77,6 +77,12 @@ def doctor(
     many: Annotated[
         int, typer.Option("--tokens", help="Tokens of the request to transfer.")
     ] = 1000,
+    peer: Annotated[
+        str | None,
+        typer.Option(
+            help="Also connect to a rank that is running, at HOST:PORT.", show_default=False
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check whether two vLLM engines can exchange caches, before either is started.
@@ -90,7 +96,7 @@ def doctor(
 
     engines = two_engines(first, second, source, target)
     with quiet("Comparing two engines ..."):
-        found = diagnose(*engines, tokens=many)
+        found = diagnose(*engines, tokens=many, peer=peer)
     answer(as_json, found.as_dict(), *doctor_parts(found))
     if not found.ok:
         raise typer.Exit(1)

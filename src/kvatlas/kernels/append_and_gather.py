@@ -27,10 +27,10 @@ def append_step(
 ) -> AppendStep:
     """Return a function that stores new tokens in a layer and gathers its cached tokens.
 
-    The new tokens are start .. start + count - 1, and the gathered tokens are first ..
-    start + count - 1. `tables` [sequences, blocks] contains block ids, that of token t at index
-    t // block. K and V are [sequences, heads, tokens, D] in the layer's dtype. The gathered K and V
-    have the same axes and are copies. Tokens before `visible`, and tokens whose block id is
+    The new tokens are start .. start + count - 1, and the gathered tokens are first .. start +
+    count - 1. `tables` [sequences, blocks] contains block ids: the id at index t // `block` is the
+    block of token t. K and V are [sequences, heads, tokens, D] in the layer's dtype. The gathered K
+    and V have the same axes and are copies. Tokens before `visible`, and tokens whose block id is
     negative, are returned as zeros.
 
     >>> from kvatlas.cache import allocate

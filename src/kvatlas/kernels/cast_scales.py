@@ -12,9 +12,10 @@ from kvatlas.specs.cell_formats import ElementCast
 
 
 class PlacedScales(NamedTuple):
-    """Scales of a copy that casts elements: a table on the device, with one column per start.
+    """The scales of a copy that casts elements, in a table on the device.
 
-    A start is a pair of offsets, one in the source and one in the target (see `address_runs`).
+    The runs that are copied begin at pairs of offsets, one in the source and one in the target. A
+    pair is called a start (see `address_runs`), and each start has a column in the table.
     """
 
     table: torch.Tensor
@@ -26,11 +27,12 @@ class PlacedScales(NamedTuple):
 def place_scales(
     cast: ElementCast, which: NDArray[np.int64] | None, starts: int, device: torch.device | str
 ) -> PlacedScales:
-    """Upload the scales that `cast` applies, as a table with one column per start.
+    """Upload the scales of a copy that casts elements, in a table with `starts` columns.
 
-    A start is a pair of offsets, one in the source and one in the target (see `address_runs`).
-    There are `starts` starts. Start i uses `cast.scales[which[i]]`, or `cast.scales[0]` if `which`
-    is None. The rows of the table are factors, divisors and inverses of the divisors.
+    A start is a pair of offsets, one in the source and one in the target, at which runs of the copy
+    begin (see `address_runs`). Column i contains the scales of start i: it uses
+    `cast.scales[which[i]]`, or `cast.scales[0]` if `which` is None. The rows of the table are
+    factors, divisors and inverses of the divisors.
 
     >>> from kvatlas.geometry import DType
     >>> cast = ElementCast(DType.of("bf16"), DType.of("fp8"), ((1.0, 0.5), (1.0, 4.0)))

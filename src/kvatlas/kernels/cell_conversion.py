@@ -107,9 +107,9 @@ def _convert_elements(
 def _look_up(
     given: torch.Tensor, one: DType, into: torch.Tensor, two: DType, scales: tuple[float, float]
 ) -> None:
-    """Convert elements `given` of type `one` into `into`, of type `two`, with a lookup table.
+    """Convert elements `given` of type `one` to type `two` in `into`, with a lookup table.
 
-    Types have at most 16 bits. On a CPU, numpy is faster at this than fp8 casts in torch.
+    Both types have at most 16 bits. On a CPU, a numpy lookup is faster than fp8 casts in torch.
     """
     table = _table(one, two, *scales)
     codes: NDArray[Any] = given.view(_WORDS[one.item]).numpy().view(f"u{one.item}")
@@ -122,7 +122,7 @@ def _look_up(
 
 @lru_cache(maxsize=256)
 def _table(one: DType, two: DType, from_scale: float, to_scale: float) -> NDArray[Any]:
-    """Return the lookup table: the converted value of each bit pattern of type `one`."""
+    """Return a table with the value of type `two` for each bit pattern of type `one`."""
     codes = np.arange(1 << one.bits).astype(f"u{one.item}").view(f"i{one.item}")
     values = torch.from_numpy(codes).view(torch_dtype(one))
     made: NDArray[Any] = _element(values, two, from_scale, to_scale).view(_WORDS[two.item]).numpy()

@@ -44,7 +44,7 @@ def rotate_signed_back(rows: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=32)
 def signs(size: int, device: torch.device) -> torch.Tensor:
-    """Return a random sign (1 or -1) for each of `size` elements; the same in every process.
+    """Return a random sign (1 or -1) for each of `size` elements; all processes get equal signs.
 
     >>> signs(4, torch.device("cpu")).abs().tolist()
     [1.0, 1.0, 1.0, 1.0]

@@ -65,11 +65,11 @@ def attend(
     """Compute attention of `q` [tokens, query heads, D] over each sequence's cache.
 
     `tables` [sequences, blocks] contains block ids and `lengths` the number of cached tokens. The
-    queries of a sequence are its last tokens. Pass either `queries`, their number per sequence, or
-    `starts` [sequences + 1], the rows of `q` where sequences begin and end. Table entries past a
-    sequence's length may have any value, and a sequence of length 0 produces zeros. Logits are
-    multiplied by `scale` (default 1 / sqrt(D)) and capped by `softcap` (0 or None: no cap).
-    For quantised caches, pass the same `k_scale` and `v_scale` as to `write`.
+    queries of a sequence are its last tokens. Pass either `queries`, the number of queries of each
+    sequence, or `starts` [sequences + 1], the rows of `q` where sequences begin and end. Table
+    entries past a sequence's length may have any value, and a sequence of length 0 produces zeros.
+    Logits are multiplied by `scale` (default 1 / sqrt(D)) and capped by `softcap` (0 or None: no
+    cap). For quantised caches, pass the same `k_scale` and `v_scale` as to `write`.
 
     The spec determines window, chunk and sink tokens. `sink_logits` are learned, one per query
     head; they contribute to the softmax's denominator only. In cross attention, queries see all
@@ -278,8 +278,8 @@ def _edges(q: torch.Tensor, queries: torch.Tensor | None, starts: torch.Tensor |
 def _bad_edges(given: list[int], rows: int, queries: bool, starts: bool) -> AtlasError:
     """Return the error for `queries` or `starts` that do not match `q`.
 
-    `given` are their values, `rows` is the length of `q`, and `queries` and `starts` are true if
-    the caller passed them.
+    `given` contains the values that the caller passed, and `rows` is the length of `q`. `queries`
+    and `starts` are true if the caller passed the argument of that name.
     """
     if queries == starts:
         problem, got = "Exactly one of `queries` and `starts` is required", "neither"

@@ -15,7 +15,7 @@ elements that share its scale.
 | `int8_per_token_head` | a / 127 | a / 254 |
 | `fp8_per_token_head` | a / 448 | x / 16 + a / 448 / 1024 |
 | `int4_per_token_head` | (max - min) / 15, with a zero point | one scale, in the rotated row |
-| `nvfp4` | one for 16 elements in e4m3, one for the tensor | a / 4 |
+| `nvfp4` | an e4m3 scale for 16 elements, and one scale for the tensor | a / 4 |
 | `turboquant_*` | the row's norm after a rotation; V's range | see `docs/explanation/caches.md` |
 
 Values that are not finite: `auto` keeps them. fp8 with one scale saturates infinities and keeps

@@ -152,7 +152,7 @@ def _by_row(layer: LayerCache, name: str) -> torch.Tensor:
 
 
 def _row_words(layer: LayerCache, name: str, pages: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """Return (view, flat): a field viewed as the widest integers that its alignment permits.
+    """Return (view, flat): a view of a field's rows as the widest integers that fit its alignment.
 
     If all tokens are evenly spaced, `flat` is true and the view is [blocks * tokens, ...].
     Otherwise `flat` is false and the view is [blocks, tokens, ...].
@@ -166,7 +166,7 @@ def _row_words(layer: LayerCache, name: str, pages: torch.Tensor) -> tuple[torch
 
 
 def _tiled_like(pages: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return a view of rows [T, ...], split into tiles if `pages` [B, N, ...] stores tiles."""
+    """Return a view of rows [T, ...], split into tiles if `pages` [B, N, ...] stores tiled rows."""
     tiled = pages.dim() == rows.dim() + 2
     return torch.unflatten(rows, -1, pages.shape[-2:]) if tiled else rows
 

@@ -1,13 +1,13 @@
 """Copy selected blocks between two strided placements, close to memory bandwidth.
 
-The axes of source and target are folded together, so an item is the longest run of bytes that is
-contiguous in both. Items are moved as the widest words that their alignment permits, independent
-of the element type. The method depends on the blocks:
+Axes that are contiguous in both source and target are merged. The runs of bytes that are then
+contiguous in both are called items. Items are moved as the widest words that their alignment
+permits, independent of the element type. The method depends on the blocks:
 
 - Blocks that are adjacent in both source and target are joined and copied as one.
-- Scattered blocks are copied one by one, because a call per block costs less than staging its
-  bytes. If they are adjacent in the source or in the target, a single call copies them all.
-- Scattered blocks that are small are gathered in a staging buffer that fits in the CPU cache.
+- Blocks that are adjacent only in the source or only in the target are copied by a single call.
+- Other small blocks are gathered in a staging buffer that fits in the CPU cache, and larger ones
+  are copied one by one, because a call per block costs less than staging the block's bytes.
 
 On devices other than the CPU, an indexed copy handles several blocks at a time.
 """
@@ -128,7 +128,7 @@ def as_runs(array: NDArray[Any]) -> NDArray[np.void]:
 
 @lru_cache(maxsize=1024)
 def _folded(a: Placement, b: Placement) -> tuple[Placement, Placement, int]:
-    """Return (a, b, word): the placements with axes merged inside each block, and a word size.
+    """Return placements `a` and `b` with axes merged inside each block, and a word size in bytes.
 
     Axes that are contiguous in both placements become one. `word` is the size in bytes of the
     widest integers that the alignment of both placements permits.
@@ -198,7 +198,7 @@ def _staged(rows: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, places: to
 def _indexed(
     rows: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, places: torch.Tensor
 ) -> None:
-    """Copy several blocks at a time by index, so that the temporary copy stays small."""
+    """Copy blocks by index, several at a time, so that the temporary copy stays small."""
     ids, places = ids.to(rows.device), places.to(out.device)
     for some, there in zip(torch.split(ids, _INDEXED), torch.split(places, _INDEXED), strict=True):
         out.index_put_((there,), rows.index_select(0, some).to(out.device))

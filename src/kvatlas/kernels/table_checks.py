@@ -10,7 +10,7 @@ from kvatlas.specs import Attention
 
 
 def check_block(layer: LayerCache, block: int) -> None:
-    """Raise an error unless the block size of the layer is `block` tokens, as in the tables."""
+    """Raise an error unless the layer has the block size of the tables, `block` tokens."""
     if layer.block_states != block:
         raise AtlasError(
             Code.CONTRADICTORY,
@@ -43,9 +43,9 @@ def check_pairs(ids: torch.Tensor, places: torch.Tensor) -> None:
 
 
 def race(ids: torch.Tensor, places: torch.Tensor, *, twice: bool) -> AtlasError:
-    """Return the error for a copy that writes a block that it also reads.
+    """Return the error for a copy that writes a block twice, or that writes a block it reads.
 
-    If `twice` is true, return the error for a copy that writes a block twice.
+    `twice` selects the first of these errors.
     """
     return AtlasError(
         Code.OVERLAP,

@@ -45,11 +45,11 @@ def look_up(page: PageDrawing, addresses: Int64s) -> Found:
 
 
 def _divide(box: Box, addresses: Int64s) -> tuple[np.ndarray, dict[str, Int64s]]:
-    """Return a mask of the addresses inside the box, and the coordinates of all addresses by axis.
+    """Return (mask of the addresses in a field's box, coordinates of all addresses by axis).
 
-    A coordinate is the address divided by the stride of its axis. The axis with the largest stride
-    comes first, and the next axis divides the remainder. An address is inside the box if the last
-    remainder is less than the item size.
+    An address is divided by the largest stride, the remainder by the next stride, and so on. The
+    quotients are the coordinates. An address is inside the box if the last remainder is less than
+    the item size.
     """
     rest = addresses - box.offset
     found: dict[str, Int64s] = {}

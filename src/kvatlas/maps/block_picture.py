@@ -63,7 +63,9 @@ class GroupRows(NamedTuple):
 
 
 def short_label(name: str) -> str:
-    """Return a short label: the layer's number and, unless it is in `_PLAIN`, its last component.
+    """Return a short label: the layer's number, and often the last component of `name`.
+
+    The last component is left out if it is in `_PLAIN`.
 
     >>> short_label("model.layers.5.self_attn.attn"), short_label("head 3")
     ('layer 5', 'head 3')
@@ -123,10 +125,10 @@ def sampled_groups(
 
 
 def _with_regions(drawn: PlanDrawing, regions: list[RegionDrawing], one: RegionDrawing) -> Box:
-    """Return the box of the first field of region `one`, with one more axis over similar regions.
+    """Return the placement of the first field in region `one` and in similar regions.
 
     Similar regions have the same number of layers and equal axes, and differ only in their offset.
-    If there are none, the box is returned unchanged.
+    The result has an additional axis over these regions, unless there are none.
     """
 
     def first_field(region: RegionDrawing) -> Box:
@@ -190,9 +192,9 @@ def _piece(box: Box) -> int:
 
 
 def _starts(drawn: PlanDrawing, region: RegionDrawing) -> Iterator[tuple[int, Box]]:
-    """Yield (byte offset, box) for each row that a region has in block 0.
+    """Yield (byte offset, `Box`) for each row that is drawn for a region in block 0.
 
-    The box describes all rows of the region and is the same object each time.
+    The same `Box` is yielded each time: the placement of all rows of the region.
     """
     box = drawn.pages[region.page].block_rows
     axes = [(size, stride) for name, size, stride in box.axes if name != "B"]

@@ -17,7 +17,7 @@ from kvatlas.maps.plan_drawing import draw_plan
 from kvatlas.maps.route_drawing import draw_route
 from kvatlas.maps.svg_picture import svg_picture
 from kvatlas.maps.text_picture import text_picture
-from kvatlas.models import find_gpus
+from kvatlas.models import find_gpu
 from kvatlas.planning import Fit, Plan
 from kvatlas.planning.plans import checked_plan
 
@@ -111,7 +111,7 @@ class Map:
         return svg_picture(self.data, 0)
 
     def text(self, width: int = 80) -> str:
-        """Return a drawing of one block of each group with characters, for a terminal."""
+        """Return a drawing made of characters, for a terminal. It shows one block of each group."""
         return text_picture(self.data, 0, width)
 
     def save(self, path: str | Path, *, form: str = "") -> Path:
@@ -142,7 +142,7 @@ class Map:
     def _machine(self) -> dict[str, Any] | None:
         if self.fit is None:
             return None
-        _, gpu = find_gpus(self.fit.gpu)
+        gpu = find_gpu(self.fit.gpu)
         return {
             "gpu": gpu.name,
             "memory": gpu.memory,

@@ -30,7 +30,7 @@ class BlockStretch(NamedTuple):
 
 
 def block_rows(page: Page, placed: Placement) -> Placement:
-    """Return a placement whose items are the rows to draw for a block.
+    """Return the rows to draw for a block, as a placement with one item per row.
 
     A row is a contiguous byte range. It includes the padding after a page.
 
@@ -48,10 +48,11 @@ def block_rows(page: Page, placed: Placement) -> Placement:
 
 
 def page_rows(page: Page, placed: Placement) -> list[Placement]:
-    """Return placements whose items are the rows to draw for one page (one layer of a block).
+    """Return the rows to draw for one page (one layer of a block), as items of placements.
 
-    Usually there is one placement. A contiguous page whose fields are not grouped by head and token
-    has one for each field, or for each set of interleaved fields. Padding has a separate placement.
+    Usually one placement contains all rows. If fields span a whole contiguous page, there is a
+    placement for each field, or for each set of interleaved fields, and a separate placement for
+    padding.
 
     >>> from kvatlas.specs import FullAttention
     >>> page = FullAttention(heads=8, head_dim=64).page(16)
@@ -116,7 +117,7 @@ def _rows(placed: Placement, *, keep: tuple[str, ...], fewest: int = _FEWEST) ->
 
 
 def _together(count: int, most: int) -> int:
-    """Return the smallest part size that divides `count` into at most `most` equal parts.
+    """Return the smallest size with which `count` items form at most `most` equal parts.
 
     >>> _together(16, 64), _together(2096, 64)
     (1, 131)
@@ -146,7 +147,7 @@ def _sections(page: Page, placed: Placement) -> list[Placement]:
 
 
 def _width(view: Placement, nbytes: int) -> int:
-    """Return the size of a row in bytes: a multiple of one of the view's strides, or `nbytes`."""
+    """Return the size in bytes of the rows into which a section of `nbytes` bytes is divided."""
     steps = sorted((step for step in view.strides if step), reverse=True)
     width = next((step for step in steps if nbytes % step == 0), nbytes)
     return width * _together(nbytes // width, _MOST) if nbytes > _ONE_ROW else nbytes
@@ -166,7 +167,7 @@ def _stretches(plan: Plan, region: Region, pool: Pool) -> list[BlockStretch]:
 
 
 def _without(every: list[BlockStretch], own: list[BlockStretch]) -> list[BlockStretch]:
-    """Return the bytes of `every` that are not in `own`, without duplicates."""
+    """Return the byte ranges in `every` without the bytes in `own`, and without duplicates."""
     starts, lengths = _joined(own)
     left: list[BlockStretch] = []
     for stretch in sorted(set(every)):
@@ -183,7 +184,10 @@ def _without(every: list[BlockStretch], own: list[BlockStretch]) -> list[BlockSt
 
 
 def _disjoint(stretches: list[BlockStretch]) -> list[BlockStretch]:
-    """Cut ranges so that none overlap. They overlap where several groups use the same bytes."""
+    """Cut byte ranges that overlap, so that none do.
+
+    Ranges overlap where several groups use the same bytes.
+    """
     made: list[BlockStretch] = []
     stop = 0
     for stretch in sorted(stretches):

@@ -32,7 +32,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FieldDrawing(msgspec.Struct, frozen=True, kw_only=True):
-    """The placement of a field in a region, and the heads or channels that each rank holds."""
+    """Where a field is stored in a region, and the heads or channels that each rank holds."""
 
     name: str
     dtype: str
@@ -48,7 +48,7 @@ class FieldDrawing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageDrawing(msgspec.Struct, frozen=True, kw_only=True):
-    """The placements of all fields and padding of a region, and of the rows to draw them in."""
+    """The drawing of one page: where its fields and padding are, and the rows to draw."""
 
     fields: tuple[FieldDrawing, ...]
     padding: Box | None
@@ -113,7 +113,7 @@ def draw_plan(plan: Plan, names: dict[str, int]) -> PlanDrawing:
 
 
 def _knobs(plan: Plan) -> dict[str, str | int]:
-    """Return the options in which plans of one model differ, for the controls of the page."""
+    """Return the values that the controls of the HTML page show for a plan."""
     dtypes = dict.fromkeys(
         field.dtype.name
         for region in plan.regions

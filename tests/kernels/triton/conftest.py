@@ -67,3 +67,36 @@ def no_unused_checks() -> None:
         return found[dtype.name]
 
     interpreter._get_np_dtype = look_up_once
+
+
+@pytest.fixture(scope="session", autouse=True)
+def attributes_made_once() -> None:
+    """Derive the shape and the dtype of a tensor once for each type object, not for each tensor.
+
+    The interpreter makes some ten thousand tensors in a call of attention.
+    """
+    tensor = pytest.importorskip("triton.language").tensor
+    make, found = tensor.__init__, "_attributes_of_tensors"
+
+    def make_once(self: Any, handle: Any, type: Any) -> None:  # noqa: A002
+        attributes = type.__dict__.get(found)
+        if attributes is None:
+            make(self, handle, type)
+            attributes = {name: one for name, one in vars(self).items() if name != "handle"}
+            setattr(type, found, attributes)
+        else:
+            vars(self).update(attributes, handle=handle)
+
+    tensor.__init__ = make_once
+
+
+@pytest.fixture(scope="package", autouse=True)
+def few_programs() -> Iterator[None]:
+    """Merge with few programs of many rows each.
+
+    The interpreter runs programs in turn, and most of those that a GPU would run at once find no
+    row to merge: a third of the time of a call of attention.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvatlas.kernels.triton.attention.launch.MERGED_AT_ONCE", 8)
+        yield

@@ -189,6 +189,7 @@ def test_one_long_sequence_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> Non
     """
     spec = FullAttention(**BASE)
     more: dict[str, Any] = {"tile": 16, "rows": 16, "sinks": True}
+    monkeypatch.setattr(launch, "MERGED_AT_ONCE", 2048)
     check_attend(spec, "LBNHC", "cpu", lengths=[150], queries=[1], **more, per_sm=3)
     monkeypatch.setattr(launch, "MERGED_AT_ONCE", 15)
     check_attend(

@@ -7,13 +7,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.profiles import DEEP
 
 triton = pytest.importorskip("triton")
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-LOOK = """
+pytestmark = pytest.mark.skipif(not TOOL.exists(), reason="this Triton has no disassembler")
+
+MANY = """
 import json
 from benchmarks.gpu import sass
 with sass.elsewhere("decode", "prefill_hopper") as compiled:
@@ -22,33 +27,36 @@ with sass.elsewhere("decode", "prefill_hopper") as compiled:
     sass.move("")
     sass.convert("fp8")
     sass.runs("")
-with sass.elsewhere("decode_latent") as own:
+print(json.dumps([sass.SHARED, [kernel._asdict() for kernel in compiled]]))
+"""
+LARGEST = """
+import json
+from benchmarks.gpu import sass
+with sass.elsewhere("decode_latent") as compiled:
     sass.latent("auto")
 with sass.elsewhere("none") as wide:
     sass.decode("auto", dim=512)
-compiled = [kernel._asdict() for kernel in compiled]
-wide = [kernel.shared for kernel in wide]
-print(json.dumps([compiled, wide, {k.name: k._asdict() for k in own}, sass.SHARED]))
+print(json.dumps([sass.SHARED, [kernel._asdict() for kernel in compiled + wide]]))
 """
 
 
-@pytest.mark.skipif(not TOOL.exists(), reason="this Triton has no disassembler")
-def test_kernels_compile_for_a_chip_that_is_not_here() -> None:
-    """Nothing is spilled, all fits, and decode's next tiles are on their way meanwhile."""
+def compiled_by(code: str) -> list[dict[str, Any]]:
+    """Run code that compiles kernels, each of which fits in the chip's shared memory."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parents[3]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", LOOK], env=env, cwd=root, capture_output=True,
+        [sys.executable, "-W", "ignore", "-c", code], env=env, cwd=root, capture_output=True,
         text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    kernels, wide, own, room = json.loads(done.stdout.splitlines()[-1])
-    assert own["decode_latent"]["shared"] <= room
-    # Of each of two groups of warps: logits of its own tile, sums of both.
-    assert own["decode_latent"]["loop"]["HGMMA"] == 2 * (36 + 2 * 4)
-    assert not own["decode_latent"]["spilled"]
-    assert max(*wide, *(kernel["shared"] for kernel in kernels)) <= room
-    by_name = {kernel["name"]: kernel for kernel in kernels}
+    room, kernels = json.loads(done.stdout.splitlines()[-1])
+    assert max(kernel["shared"] for kernel in kernels) <= room
+    return list(kernels)
+
+
+def test_kernels_compile_for_a_chip_that_is_not_here() -> None:
+    """Nothing is spilled, all fits, and decode's next tiles are on their way meanwhile."""
+    by_name = {kernel["name"]: kernel for kernel in compiled_by(MANY)}
     assert set(by_name) == {
         "count_tiles",
         "decode",
@@ -67,3 +75,13 @@ def test_kernels_compile_for_a_chip_that_is_not_here() -> None:
     loop = by_name["decode"]["loop"]
     assert loop["LDGSTS"] > loop.get("LDG", 0)
     assert loop["HMMA"] > 0
+
+
+@pytest.mark.skipif(not DEEP, reason="run by make test-lowest-triton and make test-deep")
+def test_the_largest_kernels_fit_in_shared_memory() -> None:
+    """Latent decode, and decode of rows of 512 elements."""
+    by_name = {kernel["name"]: kernel for kernel in compiled_by(LARGEST)}
+    assert {"decode_latent", "decode"} <= set(by_name)
+    # Of each of two groups of warps: logits of its own tile, sums of both.
+    assert by_name["decode_latent"]["loop"]["HGMMA"] == 2 * (36 + 2 * 4)
+    assert not by_name["decode_latent"]["spilled"]

@@ -133,9 +133,9 @@ def _strides(field: Placement) -> list[int]:
 
 
 def gap(layer: LayerCache, one: str, other: str) -> int | None:
-    """Return the distance in bytes from a token's row of one field to its row of another.
+    """Return the distance in bytes from a token's row of field `one` to its row of field `other`.
 
-    None if the distance differs between tokens.
+    Return None if the distance is not the same for all tokens.
 
     >>> from kvatlas.cache import allocate
     >>> from kvatlas.planning import plan

@@ -1,8 +1,8 @@
 """Device code of copies: rows of words, and tiles that are transposed during the copy.
 
-An end of a copy, source or target, has three parts: the address of each layer (one address, or a
-table), the block ids, and the strides in units. The strides are those of the block axis, of three
-other axes, and of the two axes of a transposed tile.
+The source and the target of a copy are called its ends. An end has three parts: the address of each
+layer (one address, or a table), the block ids, and the strides in units. The strides are those of
+the block axis, of three other axes, and of the two axes of a transposed tile.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def tile_rows(
 
 @triton.jit
 def tile_count(count, layers, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the number of tiles for the rows of all layers."""
+    """Return the number of tiles into which a copy divides the rows of all layers."""
     return ((count + ROWS - 1) // ROWS) * layers * ((WIDTH + COLUMNS - 1) // COLUMNS)
 
 

@@ -1,7 +1,7 @@
 """Device code that reads rows of a cache through a block table and dequantises them.
 
-A side of the cache is described by the strides of its rows, scales and zero points (`SideRows`,
-of `RowSteps`) and by its `StorageFormat`. The format's kind determines the result of `read`:
+A side of the cache (K or V) is described by a `SideRows`, the strides of its rows, scales and zero
+points, and by its `StorageFormat`. The format's kind determines the result of `read`:
 
 | kind | content of a tile | remaining factor for each state |
 |---|---|---|
@@ -31,7 +31,10 @@ E2M1_UNIT = tl.constexpr(16384.0)
 
 
 class TileStates(NamedTuple):
-    """The states of a tile: their blocks, indices in the blocks, head, and whether they exist."""
+    """The states (cached tokens) of a tile: where each is stored, and whether it exists.
+
+    A state is stored at an index in a block. All states of a tile are read for the same head.
+    """
 
     page: Any
     start: Any
@@ -43,7 +46,7 @@ class TileStates(NamedTuple):
 
 @triton.jit
 def row_offsets(steps, states, UNIT: tl.constexpr):
-    """Return the offset in the pool of the row of each state (cached token), in elements.
+    """For each state (cached token), return the offset of its row in the pool, in elements.
 
     Strides of blocks and states fit in 32 bits, so each product is one instruction. Terms that are
     constant across tiles are added separately.

@@ -12,9 +12,9 @@ from kvatlas.kernels.triton.dependent_launch_device import after_previous, befor
 def mix(tile, APART: tl.constexpr):
     """Replace pairs of elements that are `APART` columns apart by their sum and difference.
 
-    The other element of a pair is computed as the pair's sum minus the element, on bit patterns as
-    integers, so nothing is rounded. The compiler turns this into a shuffle between threads, or into
-    a plain register access if one thread holds both elements.
+    To find the other element of a pair, an element is subtracted from the pair's sum. This is done
+    on bit patterns as integers, so nothing is rounded. The compiler turns this into a shuffle
+    between threads, or into a plain register access if one thread holds both elements.
     """
     pairs = tl.reshape(tile, [tile.numel // (2 * APART), 2, APART])
     bits = pairs.to(tl.int32, bitcast=True)

@@ -44,7 +44,7 @@ class RowStrides(NamedTuple):
 
 
 class AppendedRows(NamedTuple):
-    """Strides of K and V in their pool, and strides of the new rows of each."""
+    """Strides of K and V in their pool, and strides of the new rows of K and of V."""
 
     k: RowSteps
     v: RowSteps
@@ -141,7 +141,7 @@ class TableAppend:
         return keys, values
 
     def _for_layers_like(self, layer: LayerCache, own: LayerAppend) -> StepRows:
-        """Return the step's launch parameters for layers with these row and block sizes.
+        """Return the step's launch parameters for layers with the row and block sizes of `own`.
 
         The gathered rows grow with every step. Their buffer is up to an eighth larger than needed,
         so that torch's allocator can often reuse the buffer of the previous step. Otherwise torch
@@ -206,7 +206,7 @@ def _for_any_step(layer: LayerCache) -> LayerAppend:
 
 
 def _checked(own: LayerAppend, rows: StepRows, k: torch.Tensor, v: torch.Tensor) -> AppendedRows:
-    """Return the strides of K and V; raise an error if K or V does not match the layer or step."""
+    """Return the strides of new K and V; raise an error if they do not match the layer or step."""
     checks.rows_of(k, "k", (*rows.new, own.dims[0]))
     checks.rows_of(v, "v", (*rows.new, own.dims[1]))
     checks.same_device(own.device, k=k, v=v, tables=rows.tables[0])

@@ -2,8 +2,8 @@
 
 Element-wise formats are the model's dtypes, and fp8 with a per-tensor scale. All keep the order of
 elements, so a conversion is a copy whose loads and stores have different types. Layers (and K and
-V) with the same folded shape share a launch. Each has a factor: the source scale divided by the
-target scale.
+V) with the same folded shape share a launch. Elements are multiplied by a factor, which may differ
+between layers: the source scale divided by the target scale.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ class FoldedConversion(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """One field to convert, or K and V together: its data in source and target, and its factor."""
+    """A field to convert, or K and V together.
+
+    It has a source, a target, and the factor by which elements are multiplied.
+    """
 
     addresses: tuple[int, int]
     placements: tuple[Placement, Placement]
@@ -65,9 +68,8 @@ class _Part(NamedTuple):
 class BlockConversion:
     """Converts blocks between layers: prepared once, then called with block ids.
 
-    Source and destination pages must have the same numbers of tokens and heads, and formats that
-    encode each element separately.
-    Scales are given per layer.
+    Source and destination pages must have the same number of tokens and the same number of heads.
+    Their formats must encode each element separately. Scales are given per layer.
     """
 
     def __init__(
@@ -189,7 +191,7 @@ def _parts(
     source_scales: TensorScales,
     destination_scales: TensorScales,
 ) -> list[_Part]:
-    """Return the parts of a layer to convert: one for K and V if possible, else one per field."""
+    """Return the conversions of a layer: one for K and V together, or else one per field."""
     held = [
         {f.name: f.sizes for f in layer.page.fields if not f.padding} for layer in (source, target)
     ]
@@ -218,7 +220,7 @@ def _parts(
 
 
 def _both_sides(source: LayerCache, target: LayerCache, parts: list[_Part]) -> list[_Part] | None:
-    """Return one part for K and V together, or None if they cannot be converted together.
+    """Return one `_Part` for K and V together, or None if they cannot be converted together.
 
     Factors must be equal, and each layer must store V at a constant distance after K.
     """

@@ -119,7 +119,7 @@ def fold_copy(source: Placement, target: Placement, alignment: int = VECTOR) -> 
     if len(axes) > 3:
         raise AtlasError(
             Code.NOT_FOLDABLE,
-            "At most three axes may remain after folding, in addition to the block axis",
+            "Merging contiguous axes must leave at most three axes besides the block axis",
             got=f"{len(axes)} axes from {a} to {b}",
             hint="Copy the fields one by one",
         )
@@ -143,10 +143,10 @@ def fold_copy(source: Placement, target: Placement, alignment: int = VECTOR) -> 
 def _transposed(
     a: Placement, b: Placement, blocks: tuple[int, int]
 ) -> tuple[tuple[int, int, int], ...] | None:
-    """Return (innermost axis of the target, innermost axis of the source) of a transposed copy.
+    """Return the two axes of a copy's transposed tiles; None if the copy cannot be transposed.
 
-    None if the copy cannot be transposed. An axis is (size, source stride, target stride), with
-    strides in bytes.
+    The first is the innermost axis of the target, the second that of the source. An axis is
+    (size, source stride, target stride), with strides in bytes.
     """
     axes = list(zip(a.sizes, a.strides, b.strides, strict=True))
     across = next((axis for axis in axes if axis[1] == a.item), None)
@@ -307,9 +307,10 @@ def _copy_rows(
 
 
 def tile_of(words: int, word: int, nbytes: int) -> tuple[int, int]:
-    """Return (columns, rows) of a tile of about `nbytes` bytes that wastes few columns.
+    """Return (columns, rows) of a tile of about `nbytes` bytes, for rows of `words` words.
 
-    The rows to copy have `words` words of `word` bytes each.
+    A word has `word` bytes, and a column is one word. The columns divide the rows into tiles with
+    few unused columns.
 
     >>> tile_of(64, 8, 16384), tile_of(144, 8, 16384), tile_of(8192, 8, 16384), tile_of(3, 8, 64)
     ((64, 32), (16, 128), (2048, 1), (4, 2))
@@ -337,8 +338,8 @@ def between(
     """Prepare to copy blocks from each source layer to the target layer at the same index.
 
     A cell is all bytes of one head and token. Whole cells are copied if fields (K, V, scales) have
-    the same offsets in them. Fields are copied one by one if their packing differs, or if they span
-    whole pages in another layout.
+    the same offsets in the cells of both layers. Otherwise fields are copied one by one. If a field
+    spans a whole page, the strides of heads and tokens must also be the same in both layers.
     """
     sources = [source] if isinstance(source, LayerCache) else list(source)
     targets = [target] if isinstance(target, LayerCache) else list(target)

@@ -29,8 +29,8 @@ _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 class RunTables(NamedTuple):
     """Tables of the runs to copy, in the form that kernels read: int64 on the copying device.
 
-    Each pair of a start and a span gives one run of contiguous bytes. The offset of the run is the
-    offset of the start plus the offset of the span. Offsets and lengths count bytes, or elements if
+    Starts and spans are two kinds of offsets. There is one run for every pair of a start and a
+    span, and the run's offset is the sum of both. Offsets and lengths count bytes, or elements if
     the copy casts.
     """
 
@@ -173,7 +173,7 @@ def place_runs(
 ) -> RunKernel | None:
     """Compute the offsets of spans from block ids, for use by `copy_runs`; launches `place_spans`.
 
-    Pass the device and stream of `copy_runs`. Returns a kernel that can repeat the launch; None in
+    Pass the stream on which `copy_runs` runs. Returns a kernel that can repeat the launch; None in
     Triton's interpreter.
     """
     count = places.table.shape[1]
@@ -190,7 +190,7 @@ class RunKernel(NamedTuple):
     arguments: tuple[Any, ...]
 
     def launch(self, stream: int) -> None:
-        """Launch the kernel again; the content of its argument tensors may have changed."""
+        """Launch the kernel again, with the current content of its argument tensors."""
         self.run(*self.arguments, stream=stream)
 
 

@@ -33,10 +33,11 @@ EIGHT_BIT_NAN = tl.constexpr(0x7F)
 
 
 def _ends_of(bits: int) -> tuple[float, ...]:
-    """Return an odd polynomial that maps the positive boundaries of the levels to 1, 2, 3, ...
+    """Return the polynomial from which `level_codes` computes the code of the nearest level.
 
-    A boundary is half way between two levels. The result contains the coefficients of x, x**3, x**5
-    and so on, then a number above all boundaries.
+    The levels are `normal_levels(bits)`. A boundary is half way between two of them. The polynomial
+    is odd and maps the positive boundaries to 1, 2, 3, ... The result contains the coefficients of
+    x, x**3, x**5 and so on, then a number above all boundaries.
     """
     levels = np.array(normal_levels(bits))
     ends = ((levels[1:] + levels[:-1]) / 2)[1 << (bits - 1) :]
@@ -64,7 +65,7 @@ def away(values):
 
 @triton.jit
 def four_bits(values):
-    """Round to the nearest 4-bit codes, halves up; NaN becomes 0."""
+    """Round values to the nearest 4-bit codes, halves up; NaN becomes 0."""
     return (tl.minimum(tl.maximum(values, 0.0), 15.0) + 0.5).to(tl.int32)
 
 
@@ -92,8 +93,8 @@ _EIGHT_SIGNED = tl.constexpr(_packed("s4"))
 _EIGHT_WHOLE = tl.constexpr(
     _packed("u4", "mul.rm.f32 x{0}, ${1}, 0f00000001; mov.b32 n{0}, x{0};\n")
 )
-"""Rounds inputs down: scaled by the smallest positive float32, a number has its integer part as bit
-pattern."""
+"""PTX that rounds inputs down. It multiplies a number by the smallest positive float32. The bit
+pattern of the product is then the number's integer part."""
 _SIGNS = tl.constexpr(-0x77777778)
 """Mask of the highest bit of each of a word's eight numbers."""
 
@@ -128,7 +129,7 @@ def code_words(codes):
 
 @triton.jit
 def whole_words(even, odd):
-    """Round down to 4-bit codes and pack eight per word; NaN becomes an arbitrary code."""
+    """Round values down to 4-bit codes and pack eight per word; NaN becomes an arbitrary code."""
     return eight_in_word(even, odd, _EIGHT_WHOLE)
 
 
@@ -255,7 +256,10 @@ def range_of_pairs(words):
 
 @triton.jit
 def nan_unless_finite(values, span):
-    """Return `values`, or NaN where `span`, from which they were computed, is not finite."""
+    """Return `values`, but NaN where `span` is not finite.
+
+    `span` is the range or the largest magnitude of each row, from which `values` were computed.
+    """
     return tl.where(span < float("inf"), values, float("nan"))
 
 
@@ -285,9 +289,10 @@ def corrected(near, values, divisor, inverse):
 
 @triton.jit
 def fifteenth_of(span, PTX: tl.constexpr):
-    """Return a fifteenth of each row's span, its maximum minus its minimum.
+    """Return (maximum - minimum) / 15 of each row, given that difference as `span`.
 
-    For tiny spans the result is inexact. It is below `LEAST` then, which callers use instead.
+    For tiny differences the result is inexact. It is then below `LEAST`, and callers use `LEAST`
+    instead.
     """
     if PTX:
         inverse = tl.full(span.shape, 1.0 / 15.0, tl.float32)
@@ -297,7 +302,7 @@ def fifteenth_of(span, PTX: tl.constexpr):
 
 @triton.jit
 def quick_inverse(divisor):
-    """Return the reciprocal, in PTX; correctly rounded unless the divisor is tiny or huge."""
+    """Return 1 / divisor, computed in PTX. Correctly rounded unless the divisor is tiny or huge."""
     inverse = tl.inline_asm_elementwise(
         "rcp.approx.f32 $0, $1;", "=f,f", [divisor], dtype=tl.float32, is_pure=True, pack=1
     )

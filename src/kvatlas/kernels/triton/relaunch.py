@@ -1,8 +1,9 @@
 """Launch compiled kernels directly, without Triton's inspection of the arguments.
 
-At each launch, Triton checks whether 16 divides each argument, and looks up the compiled kernel by
-the results and all constants. This takes longer than the launch itself. A caller whose arguments
-are of the same kind as in an earlier launch can reuse the compiled kernel.
+At each launch, Triton checks whether 16 divides each argument. The results and all constants form
+the key under which Triton looks up the compiled kernel. Both steps together take longer than the
+launch itself. A caller whose arguments are of the same kind as in an earlier launch can reuse the
+compiled kernel.
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ def keep(
     tensors: Iterable[TensorKind | None],
     made: _T,
 ) -> None:
-    """Cache `made`, the compiled kernels for a kind of arguments, if that is safe.
+    """Cache `made`, the compiled kernels for a kind of arguments, unless that is unsafe.
 
-    It is not safe if the last axis of a tensor is not contiguous, because the result of the checks
-    then depends on sizes. Nor is it safe on AMD GPUs, where Triton also specialises on whether a
+    It is unsafe if the last axis of a tensor is not contiguous, because the result of the checks
+    then depends on sizes. It is also unsafe on AMD GPUs, where Triton also specialises on whether a
     tensor is smaller than 2 GiB.
     """
     if torch.version.hip is None and all(one is None or one[-1][-1:] == (1,) for one in tensors):

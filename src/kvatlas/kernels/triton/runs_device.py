@@ -1,7 +1,7 @@
-"""Device code that copies one run for every pair of a start and a span (see `address_runs`).
+"""Device code that copies runs: contiguous ranges of bytes or elements.
 
-A run is a contiguous range. Its source and target offsets are those of its start plus those of its
-span.
+The runs are given by two short tables, starts and spans (see `address_runs`). There is one run for
+every pair of a start and a span, and its offset is the sum of their offsets.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ def tile_runs(
     tile, starts, spans, first_count, second_count, rows, words, WIDTH: tl.constexpr,
     TILING: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile's start numbers, source offsets, target offsets, columns and mask.
+    """Return (start numbers, source offsets, target offsets, columns, mask) of a tile of runs.
 
-    Offsets are in bytes or elements, like the tables `starts` and `spans`. A word consists of
-    `WIDTH` bytes or elements.
+    A run's offset is that of a start plus that of a span. The start number is the index of the
+    start. Offsets are in bytes or elements, like the tables `starts` and `spans`. A word consists
+    of `WIDTH` bytes or elements.
     """
     ROWS: tl.constexpr = TILING.rows
     COLUMNS: tl.constexpr = TILING.columns
@@ -54,7 +55,8 @@ def copy_run_grid(
     """Copy runs of contiguous words, one for every pair of a start and a span.
 
     The offsets of a start and a span are added. `starts` has a row of source offsets and a row of
-    target offsets. `spans` has the same rows and a row of lengths. All count bytes.
+    target offsets. `spans` has these two rows and a row of lengths. All offsets and lengths are in
+    bytes.
     """
     ROWS: tl.constexpr = TILING.rows
     COLUMNS: tl.constexpr = TILING.columns
@@ -99,8 +101,8 @@ def convert_run_grid(
 ):  # fmt: skip
     """Copy runs and convert their element type; one run for every pair of a start and a span.
 
-    Tables are as in `copy_run_grid`, but count elements. `scales` [3, starts] has a row of factors,
-    a row of divisors, and a row of inverses of the divisors.
+    The tables are those of `copy_run_grid`, but offsets and lengths are in elements. `scales` [3,
+    starts] has a row of factors, a row of divisors, and a row of inverses of the divisors.
     """
     FROM: tl.constexpr = CAST.source
     TO: tl.constexpr = CAST.target

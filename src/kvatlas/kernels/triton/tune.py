@@ -111,7 +111,9 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
 
 @lru_cache(maxsize=16)
 def dependent_launch(device: torch.device) -> dict[str, Any]:
-    """Return the launch options of a kernel that waits on the device for the previous one.
+    """Return the launch options of a kernel that may start before the previous one has ended.
+
+    GPUs without this feature launch the kernel as usual (see `dependent_launch_device`).
 
     >>> dependent_launch(torch.device("cpu"))
     {'EARLY': False}
@@ -142,7 +144,7 @@ def _choose(kernel: str, chip: str, facts: tuple[tuple[str, Any], ...]) -> Choic
 
 
 def _agrees(when: Facts, facts: Facts) -> bool:
-    """Whether the facts of a launch match `when` of a rule.
+    """Whether the facts of a launch match the condition `when` of a rule.
 
     >>> _agrees({"dim": 128, "cache": "fp8"}, {"dim": 64, "cache": "fp8"})
     True

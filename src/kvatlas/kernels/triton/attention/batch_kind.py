@@ -23,8 +23,8 @@ class BatchKind(NamedTuple):
     one_sequence: bool
     aligned_count: bool
     bits: int
-    """Bit length of the number of sequences minus 1. It determines how many partials a merge
-    loads together."""
+    """Bit length of the number of sequences minus 1. It determines how many partial
+    results a merge program loads together."""
 
 
 def batch_kind(

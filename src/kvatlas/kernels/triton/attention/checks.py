@@ -61,7 +61,7 @@ def check_counts(
 
 
 def _counts(queries: torch.Tensor | None, starts: torch.Tensor | None) -> int | None:
-    """Return the number of sequences in `queries` or `starts`; None if neither or both are given.
+    """Return the number of sequences, from `queries` or `starts`; None unless exactly one is given.
 
     >>> _counts(torch.ones(3), None), _counts(None, torch.ones(3)), _counts(None, None)
     (3, 2, None)
@@ -77,7 +77,10 @@ def _debug_batch(
     starts: torch.Tensor | None,
     max_queries: int | None,
 ) -> None:
-    """Raise an error for wrong lengths, query counts or visible block ids."""
+    """Raise an error for lengths, query counts or block ids that are out of range.
+
+    Only the ids of blocks that queries see are checked.
+    """
     visibility, states = call.layer.spec.visibility, call.launch.shape.states
     lengths, rows = call.lengths, call.q.shape[0]
     if starts is not None:
@@ -131,7 +134,7 @@ def refuse_schedule(given: Schedule, split: WorkSplit, count: int) -> None:
         raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
     if given.split != split:
         pairs = zip(split._fields, given.split, split, strict=True)
-        problem = "The schedule must be computed for layers of this kind, with this `max_queries`"
+        problem = "The schedule must have the work split of this layer, dtype and `max_queries`"
         got = ", ".join(f"{name}={old} instead of {new}" for name, old, new in pairs if old != new)
-        hint = "Call schedule(split_of(layer, ...), lengths, ...) with the same `max_queries`"
+        hint = "Pass split_of this layer, with the `max_queries` of this call, to schedule"
         raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)

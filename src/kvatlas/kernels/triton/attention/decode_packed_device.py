@@ -111,7 +111,7 @@ def grows(logits, top):
 
 @triton.jit
 def word_offsets(steps, states, UNIT: tl.constexpr, STEP: tl.constexpr):
-    """Return the pool offset of each K row of a tile, in 16-bit words, like `row_offsets`.
+    """Return the offset of each K row of a tile from the start of the pool, in 16-bit words.
 
     `STEP` is the stride between tokens of a block, in units of `UNIT` words. As a constant, it
     becomes part of the load instructions. If `STEP` is 0, the stride is taken from `steps`.
@@ -146,10 +146,10 @@ def first_of(tile, SIZE: tl.constexpr):
 
 @triton.jit
 def two_pages(stretch, begin, STATES: tl.constexpr, TILE: tl.constexpr, FIT: tl.constexpr):
-    """Load the block ids of a tile, and return two results.
+    """Load the block ids of a tile of states (cached tokens).
 
-    If the tile covers exactly two blocks, the results are their ids, two scalars. Otherwise the
-    first result contains the ids of the whole tile, and the second is 0.
+    If a tile always covers exactly two blocks, return their ids as two scalars. Otherwise return a
+    tensor with the block id of every state, and 0.
     """
     if FIT == "pages in tile" and TILE == 2 * STATES:
         page = pages(stretch, begin, STATES, STATES, "tile in page")
@@ -162,9 +162,9 @@ def two_pages(stretch, begin, STATES: tl.constexpr, TILE: tl.constexpr, FIT: tl.
 
 @triton.jit
 def scored(k, columns, sums, cache, states, k_rows, scale, SHAPE: tl.constexpr, GAP: tl.constexpr):
-    """Return the scaled logits of a tile of K.
+    """Return the scaled logits of a tile of K: its dot products with the queries, times `scale`.
 
-    Each row is a state (cached token), and each column a query.
+    Each row of the result is a state (cached token), and each column a query.
     """
     K: tl.constexpr = SHAPE.k
     DOT: tl.constexpr = SHAPE.k_dot
@@ -240,12 +240,13 @@ def walk_words(
     softmax, queries, stretch, cache, scoring, SHAPE: tl.constexpr, TILING: tl.constexpr,
     WORDS: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Update the softmax with a stretch of states (cached tokens), like `walk`, in 16-bit words.
+    """Update the softmax with a stretch of states (cached tokens), read as 16-bit words.
 
-    Rows of V start `WORDS.delta` bytes after those of K. If `WORDS.lead` is not 0, reads of V start
-    that many bytes before the row, so that they are as wide as reads of K. Such a read misses the
-    last elements of the row, which are loaded as a separate tile. Their sums
-    overwrite the accumulator columns of the bytes before the row, which are not elements of V.
+    The result equals that of `walk`. Each row of V starts `WORDS.delta` bytes after the row of K.
+    If `WORDS.lead` is not 0, a read of V starts that many bytes before the row, so that it is as
+    wide as a read of K. Such a read misses the last elements of the row, which are loaded as a
+    separate tile. Their sums overwrite the accumulator columns of the bytes before the row, which
+    are not elements of V.
     """
     K: tl.constexpr = SHAPE.k
     V: tl.constexpr = SHAPE.v

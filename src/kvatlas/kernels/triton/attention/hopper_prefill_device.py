@@ -37,7 +37,7 @@ def row_offsets(rows, work, row, GROUP: gl.constexpr):
     """Return the offset, in elements, of each row in the batch tensor `rows`.
 
     A row is a (token, head) pair. `row` contains row numbers, counted from the first row of the
-    sequence of `work`.
+    sequence to which `work` belongs.
     """
     token = (work.start + row // GROUP).to(gl.int64)
     return token * rows.token + (work.head * GROUP + row % GROUP).to(gl.int64) * rows.head
@@ -112,7 +112,7 @@ def weigh(logits, top, begin, seen, scale, LIFT: gl.constexpr):
 
 @gluon.jit
 def factored(rows, factors, tiles, FACTORS: gl.constexpr):
-    """Multiply logits or weights of tile number `tiles` by one factor per state (cached token)."""
+    """Multiply the logits or weights of tile number `tiles` by the scale of each cached token."""
     SLOTS: gl.constexpr = factors.shape[0]
     if FACTORS:
         each = factors.index(tiles % SLOTS).load(gl.SliceLayout(0, rows.type.layout))

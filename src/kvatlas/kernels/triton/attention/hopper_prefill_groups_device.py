@@ -5,8 +5,8 @@
 | two MMA groups | each computes 64 of a program's 128 query rows: products and softmax |
 | one load group | loads tiles of K and V once both MMA groups have released the buffer |
 
-While one MMA group computes its softmax, the matrix products of the other run. The groups take
-turns: each starts the product with the keys of one tile and the product with the values of the
+While one MMA group computes its softmax, the other group computes its matrix products. The groups
+take turns: each starts the product with the keys of one tile and the product with the values of the
 previous tile. This is the ping-pong schedule of FlashAttention-3.
 """
 
@@ -21,7 +21,7 @@ from kvatlas.kernels.triton.attention.latent_groups_device import THREADS, barri
 
 
 class PrefillRoom(NamedTuple):
-    """Shared memory: the query rows of each MMA group, and buffers for tiles of K and V."""
+    """Buffers in shared memory: query rows of each MMA group, and tiles of K and V."""
 
     query: Any
     k: Any
@@ -34,7 +34,10 @@ class PrefillRoom(NamedTuple):
 
 
 class PrefillSignals(NamedTuple):
-    """Barriers in shared memory, one per tile buffer, or one per MMA group (`turn`)."""
+    """Barriers with which the warp groups wait for each other.
+
+    `turn` has one barrier per MMA group; every other field has one barrier per tile buffer.
+    """
 
     there_k: Any
     there_v: Any
@@ -91,7 +94,10 @@ def powers(begin, end):
 
 @gluon.constexpr_function
 def lift_of(kind):
-    """Return n such that unpacked rows of a storage format are 2**n times too small."""
+    """Return n such that a format's unpacked rows are 2**n times too small; 0 for most formats.
+
+    Kernels multiply the softmax scale (for K) or the weights (for V) by 2**n to compensate.
+    """
     return 14.0 if kind == "nvfp4" else 0.0
 
 

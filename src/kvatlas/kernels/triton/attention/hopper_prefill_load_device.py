@@ -65,7 +65,7 @@ def states_of(begin, work, TILE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def starts_of(steps, table, states, head, STATES: gl.constexpr, UNIT: gl.constexpr):
-    """Return the offset in the pool of the row of each state (cached token), in elements."""
+    """For each state (cached token), return the offset of its row in the pool, in elements."""
     rows = row_starts(steps, gl.load(table + states // STATES), states % STATES, UNIT)
     return rows + head.to(gl.int64) * steps.head * UNIT
 
@@ -143,7 +143,7 @@ def load_apart(cache, side, table, begin, work, STATES: gl.constexpr, TILE: gl.c
 
 @gluon.jit
 def put_apart(words, with_rows, to, FORMAT: gl.constexpr, DOT: gl.constexpr):
-    """Unpack words of a tile's rows into shared memory, in the type of the dot product."""
+    """Unpack the words of a tile's rows, and store them in shared memory as `DOT`."""
     if FORMAT.kind == "int4":
         to.store(int4_apart(words, with_rows, DOT))
     elif FORMAT.kind == "nvfp4":
@@ -155,7 +155,10 @@ def put_apart(words, with_rows, to, FORMAT: gl.constexpr, DOT: gl.constexpr):
 @gluon.jit
 def load_factors(cache, side, table, begin, work, STATES: gl.constexpr, TILE: gl.constexpr,
                  FORMAT: gl.constexpr):  # fmt: skip
-    """Load the scales that unpacking does not apply: one per state (cached token) of a tile."""
+    """Load one scale per state (cached token) of a tile, for logits or weights.
+
+    Logits or weights are later multiplied by these scales, so rows are unpacked without them.
+    """
     WARPS: gl.constexpr = loading_warps(FORMAT.kind, FORMAT.element, False)
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     states = states_of(begin, work, TILE, EACH)

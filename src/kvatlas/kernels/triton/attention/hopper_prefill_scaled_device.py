@@ -48,7 +48,10 @@ def runs_of_rows(run, rows, each):
 
 @gluon.jit
 def first_of_runs(begin, work, RUNS: gl.constexpr):
-    """Return the first state (cached token) of each run, clamped to the range that may be read."""
+    """Return the first state (cached token) of each run, clamped to the range that may be read.
+
+    A run is a number of adjacent rows in one page.
+    """
     RUN: gl.constexpr = RUNS.shape[1]
     first = begin + RUN * gl.arange(0, RUNS.shape[0], layout=gl.SliceLayout(1, RUNS))
     return gl.maximum(gl.minimum(first, work.high - 1), 0)
@@ -56,7 +59,7 @@ def first_of_runs(begin, work, RUNS: gl.constexpr):
 
 @gluon.jit
 def load_pages(table, begin, work, STATES: gl.constexpr, RUNS: gl.constexpr):
-    """Load the block id for each run of rows."""
+    """Load the block id of each run, a number of adjacent rows in one page."""
     return gl.load(table + first_of_runs(begin, work, RUNS) // STATES)
 
 
@@ -65,8 +68,8 @@ def load_rows(cache, steps, pages, begin, work, SHAPE: gl.constexpr, UNIT: gl.co
               LOADS: gl.constexpr, BEHIND: gl.constexpr):  # fmt: skip
     """Load half a tile's rows as 32-bit words, and the value of type `BEHIND` after each row.
 
-    The unit of `steps`, the strides of the rows, is `UNIT` pairs of words (8 bytes per pair).
-    `pages` contains the block id of each run of adjacent rows.
+    `steps` contains the strides of the rows, in units of 8 * `UNIT` bytes. `pages` contains the
+    block id of each run of adjacent rows.
     """
     RUNS: gl.constexpr = pages.type.layout.parent
     RUN: gl.constexpr = RUNS.shape[1]

@@ -63,7 +63,7 @@ def begin_logits(room, signals, phase, zero, WHO: gl.constexpr, LOGITS: gl.const
 
 @gluon.jit
 def has_grown(room, OF: gl.constexpr):
-    """Whether a row's maximum grew by more than `GROWTH` in any warp, so sums must be rescaled."""
+    """Whether the maximum of any row grew by more than `GROWTH`; then sums must be rescaled."""
     EACH: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     return gl.max(room.growth.index(OF).load(EACH), 0) > GROWTH
 
@@ -116,7 +116,7 @@ def begin_values(acc, room, WHO: gl.constexpr, OF: gl.constexpr):
 
 @gluon.jit
 def add_values(acc, total, top, room, signals, phase, WHO: gl.constexpr, OF: gl.constexpr):
-    """Rescale `acc`, then start the MMA that adds weighted values of the other group's tile."""
+    """Rescale `acc`, then start to add the weighted values of the other MMA group's tile."""
     mbarrier.wait(signals.weighed.index(OF), phase)
     if has_grown(room, OF):
         higher = room.tops.index(OF).load(top.type.layout)
@@ -248,7 +248,8 @@ def decode_latent(
 ):  # fmt: skip
     """Compute MLA decode over a worker's range of tiles, sequence by sequence.
 
-    A worker is a group of programs. Workers share the tiles of cached tokens of a batch equally.
+    A worker is a group of programs. Each worker processes an equal number of the batch's tiles of
+    cached tokens.
     """
     gl.static_assert(not WORDS.packed)
     DTYPE: gl.constexpr = SHAPE.k_dot

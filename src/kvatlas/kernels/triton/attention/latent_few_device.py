@@ -1,8 +1,8 @@
-"""Device code of MLA decode on Hopper for few query rows, which is limited by memory bandwidth.
+"""Device code of MLA decode on Hopper for few query rows. Memory bandwidth limits its speed.
 
-It has the same warp groups as `latent_decode_device`, but both products are transposed: the rows
-of the logits are cached tokens, and the rows of the sums are latent columns. The reason is that a
-matrix instruction needs 64 rows, but accepts as few as 8 columns.
+The warp groups are those of `latent_decode_device`, but both matrix products are transposed: the
+rows of the logits are cached tokens, and the rows of the sums are latent columns. The reason is
+that a matrix instruction needs 64 rows, but accepts as few as 8 columns.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def begin_values(acc, room, zero, WHO: gl.constexpr, OF: gl.constexpr):
 
 @gluon.jit
 def add_values(acc, parts, top, room, signals, turns, WHO: gl.constexpr, OF: gl.constexpr):
-    """Start to add the weighted values of the other MMA group's tile; first rescale `acc`."""
+    """Rescale `acc`, then start to add the weighted values of the other MMA group's tile."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     phase, zero = turns
     mbarrier.wait(signals.weighed.index(OF), phase)
@@ -228,7 +228,8 @@ def decode_latent_few(
 ):  # fmt: skip
     """Compute MLA decode over a worker's range of tiles, sequence by sequence.
 
-    A worker is a group of programs. Workers share the tiles of cached tokens of a batch equally.
+    A worker is a group of programs. Each worker processes an equal number of the batch's tiles of
+    cached tokens.
     """
     gl.static_assert(not WORDS.packed)
     gl.static_assert(TILING.programs == 1)

@@ -37,7 +37,10 @@ AT_ONCE = gl.constexpr(512)
 
 
 class Room(NamedTuple):
-    """Buffers in shared memory. Buffers of tiles are indexed by the tile's MMA group (0 or 1)."""
+    """Buffers in shared memory: queries, tiles, and data that the two MMA groups exchange.
+
+    Buffers of tiles are indexed by the tile's MMA group (0 or 1).
+    """
 
     query: Any
     query_rope: Any
@@ -55,7 +58,7 @@ class Room(NamedTuple):
 
 
 class Signals(NamedTuple):
-    """Barriers in shared memory, one or two for each tile or MMA group."""
+    """Barriers with which the warp groups wait for each other, one or two per tile or MMA group."""
 
     there: Any
     """The left or right half of a tile is loaded; index 2 * tile + half."""

@@ -98,7 +98,7 @@ def attend_latent(
 
 
 def _out(launch: LayerLaunch, q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """Return `out` if it was given and passes the checks, or a new output tensor."""
+    """Return `out` after a check of its shape and dtype, or a new output tensor if it is None."""
     # The launch's cache key covers all other properties of the queries.
     if not checks.last_is_tight(q):
         checks.rows_of(q, "q", (None, None, None))
@@ -112,7 +112,7 @@ def _out(launch: LayerLaunch, q: torch.Tensor, out: torch.Tensor | None) -> torc
 
 
 def _rotated(q: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return the queries, rotated in the same way as the stored keys, if those are rotated.
+    """Return the queries, rotated like the stored keys if the format `kind` rotates keys.
 
     Rotating both keeps their dot products equal.
     """

@@ -99,7 +99,7 @@ class Tiling(NamedTuple):
 
 
 class PackedWords(NamedTuple):
-    """Whether and how K and V are read as 16-bit words; a compile-time constant."""
+    """Compile-time constants for kernels that read K and V as 16-bit words."""
 
     packed: bool = False
     delta: int = 0
@@ -165,7 +165,7 @@ def mask_of(visibility: Visibility) -> tuple[str, int, int]:
 
 
 class LaunchKey(NamedTuple):
-    """Everything that launch parameters depend on."""
+    """The properties of a layer and its queries that determine launch parameters."""
 
     device: torch.device
     group: int
@@ -184,7 +184,7 @@ class LaunchKey(NamedTuple):
 
 
 def launch_key(layer: LayerCache, query_heads: int, dtype: torch.dtype) -> LaunchKey:
-    """Return what the launch parameters of a layer depend on, for queries of `dtype`."""
+    """Return the properties on which a layer's launch parameters depend, for queries of `dtype`."""
     spec = layer.spec
     if isinstance(spec, LatentAttention):
         rows, heads = [("latent", spec.latent + spec.rope)], 1
@@ -277,9 +277,9 @@ def work_split(
 
 
 def rows_for(group: int, max_queries: int | None) -> int:
-    """Return the number of query rows, which are (query, head) pairs, of a decode program.
+    """Return the number of query rows of a decode program; a row is a (query, head) pair.
 
-    These are the `group` heads of one query, or of `max_queries` queries if they fit.
+    The rows are the `group` heads of one query, or of `max_queries` queries if all rows fit.
 
     >>> rows_for(4, 1), rows_for(4, None), rows_for(8, 4), rows_for(128, 1)
     (8, 16, 32, 64)
@@ -323,8 +323,8 @@ def dot_for(own: Any, side: StoredSide, *, values: bool) -> Any:
     """Return the operand type of dot products with K, or with V if `values` is true.
 
     Elements of 8 and 4 bits are exact in float16, and converting to it is fast. V with a scale per
-    row uses bfloat16, because its range covers weights times any scale. If `own`, the operand type
-    of the queries, is float32, it is used for all.
+    row uses bfloat16, whose range covers the product of a weight and any scale. If `own`, the
+    operand type of the queries, is float32, the result is always float32.
     """
     if values and own != tl.float32 and side.format.kind in ("scaled", "int4"):
         return tl.bfloat16
@@ -336,7 +336,7 @@ def dot_for(own: Any, side: StoredSide, *, values: bool) -> Any:
 def words_of(
     layer: LayerCache, shape: AttentionShape, sides: tuple[SideRows, SideRows], rows: int
 ) -> PackedWords:
-    """Return whether and how K and V are read as 16-bit words, for `rows` query rows."""
+    """Return how K and V are read for `rows` query rows: as 16-bit words, or element by element."""
     k, v = shape.k, shape.v
     bits = k.bits
     suits = (

@@ -294,7 +294,7 @@ def _has_hopper_kernels(key: calls.LaunchKey, shape: calls.AttentionShape) -> bo
 def on_hopper(
     launch: DecodeLaunch, key: calls.LaunchKey, shape: calls.AttentionShape
 ) -> DecodeLaunch:
-    """Return the launch, with an MLA kernel for Hopper instead if one supports the arguments."""
+    """Return `launch`, with its kernel replaced by one for MLA on Hopper if that is supported."""
     suits = (
         _has_hopper_kernels(key, shape)
         and shape.latent
@@ -337,7 +337,7 @@ def prefill_on_hopper(
     sides: tuple[SideRows, SideRows],
     lead: int,
 ) -> PrefillLaunch:
-    """Return the launch, with the Hopper kernel instead if that kernel supports the rows.
+    """Return `launch`, with its kernel replaced by the one for Hopper if that supports the rows.
 
     For 8-bit rows, reads of V start `lead` bytes before the row.
     """

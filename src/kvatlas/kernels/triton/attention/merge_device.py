@@ -1,4 +1,4 @@
-"""Device code that combines the partial results of a sequence from several workers."""
+"""Device code that combines the partial results that several workers computed for a sequence."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ class QuerySums(NamedTuple):
 
 @triton.jit
 def pairs(words, ELEMENT: tl.constexpr, DOT: tl.constexpr, RAISED: tl.constexpr, PTX: tl.constexpr):
-    """Return (first elements, second elements) of words that contain two elements each."""
+    """Unpack words of two elements: return all first elements, then all second elements."""
     if PTX:
         CODE: tl.constexpr = (
             _E4M3 if ELEMENT == tl.float8e4nv else _E5M2 if ELEMENT == tl.float8e5
@@ -210,7 +210,10 @@ def numbers_of(codes, steps, KIND: tl.constexpr):
 
 @triton.jit
 def quarters(words, steps, FORMAT: tl.constexpr, DOT: tl.constexpr, RAISED: tl.constexpr):
-    """Return the four elements of each word as operands. `steps` comes from `block_steps`."""
+    """Return the four elements of each word as operands of a dot product.
+
+    `steps` is the result of `block_steps`.
+    """
     KIND: tl.constexpr = FORMAT.kind
     if RAISED and not FORMAT.ptx:
         a = IN_PLACE_RAISE + (words & 0xF).to(tl.float32)
@@ -325,7 +328,7 @@ def query_columns(q, K: tl.constexpr, RAISED: tl.constexpr):
 
 @triton.jit
 def dots(rows, queries, start, COUNT: tl.constexpr, PRECISION: tl.constexpr):
-    """Return `start` plus the dot products of rows and queries, over all elements of words."""
+    """Return `start` plus the dot products of unpacked rows and queries."""
     total = tl.dot(rows[0], queries[0], start, input_precision=PRECISION)
     if COUNT >= 2:
         total = tl.dot(rows[1], queries[1], total, input_precision=PRECISION)

@@ -1,4 +1,4 @@
-"""Device code of a schedule: the number of tiles of each sequence of a batch."""
+"""Device code that computes a schedule: the number of tiles for each sequence in a batch."""
 
 from __future__ import annotations
 

@@ -70,10 +70,11 @@ class Schedule:
 
 
 def fit_of(states: int, tile: int) -> tuple[str, int]:
-    """Return (fit, alignment): how tiles fit pages, and the alignment of the first state to read.
+    """Return (fit, alignment) for pages of `states` states and tiles of `tile` states.
 
-    A state is a cached token. A page has `states` states, a tile has `tile` states, and the
-    alignment is a number of states.
+    A state is a cached token. `fit` specifies whether a tile consists of whole pages, or a page
+    consists of whole tiles, or neither. A walk over the states of a sequence must start at a
+    multiple of `alignment`.
 
     >>> fit_of(16, 64), fit_of(64, 64), fit_of(256, 64), fit_of(24, 64)
     (('pages in tile', 16), ('tile in page', 64), ('tile in page', 64), ('neither', 16))
@@ -114,7 +115,10 @@ def scheduled(
     early: dict[str, Any],
     compiled: relaunch.Compiled,
 ) -> Schedule:
-    """Compute the same as `schedule`, on the current device and with the given launch options."""
+    """Return the schedule of a batch, like `schedule`, with the given launch options.
+
+    The device of the tensors must be the current one.
+    """
     count = lengths.shape[0]
     ends = torch.empty((3, count + 1), dtype=torch.int32, device=lengths.device)
     span = sequences_at_once(count)
