@@ -26,9 +26,12 @@ SCALES = {"fp8": (0.0314159, 0.0527183), "fp8_e5m2": (0.0229, 0.0331), "nvfp4": 
 
 
 def scales_of(plan: Plan) -> dict[str, tuple[float, float]] | None:
-    """A plan's scales by layer, unlike from layer to layer; None where no format wants any."""
+    """A plan's scales by layer, unlike from layer to layer; None where no format wants any.
+
+    They depend on a layer's name, so that layers which are copied have equal scales at both ends.
+    """
     found = {}
-    for place, name in enumerate(plan.layers):
+    for place, name in enumerate(sorted(plan.layers)):
         if needs_scales(plan.spec(name)):
             k, v = SCALES[content_formats(plan.spec(name))["rows"]]
             found[name] = k * 1.37 ** (place % 2), v * 1.19 ** (place % 3)

@@ -396,6 +396,19 @@ def test_scales_of_tensors_come_from_their_own_end() -> None:
     assert route(plain, fp8, convert="bf16->fp8", destination_scales={layer: (0.5, 2)}).conversion
 
 
+def test_scales_of_a_layer_that_is_copied_are_equal() -> None:
+    """Bytes that are copied unchanged have another value if the destination has another scale."""
+    kept, mixed = planned(attention("fp8")), planned(attention("fp8"), attention("bf16"))
+    whole = planned(attention("fp8"), attention("fp8"))
+    for plans, named in (((kept, kept), {}), ((mixed, whole), {"convert": "bf16->fp8"})):
+        for scales in ((1.0, 2.0), (1.0, (1.0, 2.0))):
+            ask = dict(zip(("source_scales", "destination_scales"), scales, strict=True))
+            refused(Code.BAD_CONVERSION, *plans, "must have equal", **ask, **named)
+        made = route(*plans, **named, source_scales=(1.0, 2.0), destination_scales=(1.0, 2.0))
+        assert (made.conversion is not None) == bool(named)
+    assert route(mixed, whole, convert="bf16->fp8", destination_scales=2.0).conversion
+
+
 def test_a_rotation_that_only_an_engine_knows_is_not_converted() -> None:
     name = "turboquant_4bit_nc"
     odd = [attention(cache, head_dim=96) for cache in ("bf16", name)]

@@ -170,6 +170,23 @@ def test_both_ends_have_to_agree() -> None:
             target.buffers[0].assert_untouched()
 
 
+def test_equal_formats_with_unequal_scales_are_refused() -> None:
+    plan = small_plan(model_of("m", {"attn": attention("fp8")}))
+    named: dict[str, Any] = {"convert": "fp8->bf16", "scales": 0.5}
+    for scales, code in ((0.5, None), (0.25, Code.BAD_CONVERSION)):
+        made = (
+            End(plan, TOKENS, seed=1, **named),
+            End(plan, TOKENS, seed=2, **named | {"scales": scales}),
+        )
+        with ends(*made) as (source, target):
+            source.offer("r")
+            if code is None:
+                _transfer(target.nodes[0], source, pushing=False)
+            else:
+                assert refusal(source, target, pushing=False).code is code
+                target.buffers[0].assert_untouched()
+
+
 def test_a_conversion_goes_one_way_and_never_direct() -> None:
     src, dst = (small_plan(model_of("m", {"attn": attention(c)})) for c in ("fp8", "bf16"))
     with ends(*agreed(src, dst)) as (here, there):

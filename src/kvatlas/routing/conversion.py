@@ -206,6 +206,7 @@ def conversion_between(
         raise AtlasError(Code.BAD_CONVERSION, got=got, hint=hint)
     ends = (source, destination)
     given = [tensor_scales(one, end.specs) for one, end in zip(scales, ends, strict=True)]
+    refuse_rescaling(source.specs, destination.specs, layers, scales)
     cells: dict[tuple[str, str], tuple[CellFormat, CellFormat]] = {}
     changed: dict[FormatChange, set[str]] = {}
     for name in layers:
@@ -263,6 +264,35 @@ def tensor_scales(given: object, layers: Collection[str]) -> dict[str, TensorSca
         hint = "Use the layer names in Plan.layers"
         raise AtlasError(Code.UNKNOWN_LAYER, problem, got=repr(unknown[0])[:200], hint=hint)
     return {name: _scales(name, value) for name, value in by_layer.items()}
+
+
+def refuse_rescaling(
+    source: Mapping[str, Spec],
+    destination: Mapping[str, Spec],
+    layers: Collection[str],
+    scales: tuple[object, object],
+    *,
+    both: bool = False,
+) -> None:
+    """Raise an error if a layer that is copied unchanged has other scales at the destination.
+
+    `scales` holds the scales of the source and of the destination. A layer whose scales are known
+    at one end only is accepted, unless `both` is true.
+    """
+    mine, theirs = (
+        tensor_scales(given, specs)
+        for given, specs in zip(scales, (source, destination), strict=True)
+    )
+    for name in layers:
+        spec = destination[name]
+        if not needs_scales(spec) or without_packing(source[name]) != without_packing(spec):
+            continue
+        here, there = mine.get(name), theirs.get(name)
+        if here != there and (both or (here and there)):
+            problem = "A layer that is not converted must have equal source and destination scales"
+            got = f"source_scales {here} and destination_scales {there} for {name:.200}"
+            hint = "Quantise both caches with the same scales, or use another kv_dtype at one end"
+            raise AtlasError(Code.BAD_CONVERSION, problem, got=got, hint=hint)
 
 
 def _scales(layer: str, value: object) -> TensorScales:

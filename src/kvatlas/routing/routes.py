@@ -22,7 +22,7 @@ from kvatlas.routing.bound_route import BoundRoute, bind_copies
 from kvatlas.routing.compatibility import reasons, refuse
 from kvatlas.routing.compiled_route import CompiledRoute
 from kvatlas.routing.compiler import Compiler
-from kvatlas.routing.conversion import Conversion, Scales, conversion_between
+from kvatlas.routing.conversion import Conversion, Scales, conversion_between, refuse_rescaling
 from kvatlas.routing.converted_stream import ConvertedStream
 from kvatlas.routing.converting_compiler import ConvertingCompiler
 from kvatlas.routing.plan_ends import PlanEnd, padding_between
@@ -70,8 +70,10 @@ class Route:
         self.conversion: Conversion | None = None
         """The format changes of the route; None if nothing is converted."""
         self._converter: ConvertingCompiler | None = None
-        if convert is not None:
-            scales = (source_scales, destination_scales)
+        scales = (source_scales, destination_scales)
+        if convert is None:
+            refuse_rescaling(ends[0].specs, ends[1].specs, self.layers, scales)
+        else:
             self.conversion = conversion_between(*ends, self.layers, convert, scales)
             self._converter = ConvertingCompiler(*ends, visibilities, self.conversion)
         plain = padding and self._converter is None
@@ -373,7 +375,8 @@ def route(
     route to the named layers. `convert` names the conversions between different formats, for
     example "fp8->bf16". To convert from fp8 or nvfp4, pass the source's per-tensor scales as
     `source_scales`; to convert to fp8 or nvfp4, pass the destination's scales as
-    `destination_scales`.
+    `destination_scales`. A layer that has one format at both ends is copied unchanged, so its
+    scales must be equal where both are given.
 
     Some formats pad each row. If both plans declare the same padding after a field, it is copied
     with the field, because skipping it would split a run for every state. All byte counts include

@@ -14,10 +14,8 @@ from typing import Any
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import Route, Scales, fingerprint, route
-from kvatlas.routing.conversion import tensor_scales
+from kvatlas.routing.conversion import refuse_rescaling, tensor_scales
 from kvatlas.specs import Spec
-from kvatlas.specs.cell_formats import needs_scales
-from kvatlas.specs.identity import without_packing
 
 PLANS = 16
 """Number of plans whose routes to and from a tier are cached."""
@@ -134,26 +132,11 @@ def _between(source: Plan, destination: Plan, convert: Converting | None) -> Rou
     made = route(
         source, destination, **about
     )  # first: its errors for unlike models are more specific
-    _refuse_rescaling(source, destination, convert)
-    return made
-
-
-def _refuse_rescaling(source: Plan, destination: Plan, convert: Converting) -> None:
-    """Raise an error if a layer that is not converted has different source and destination scales.
-
-    Such a layer has the same format in both plans and is copied unchanged.
-    """
     specs = _specs(source), _specs(destination)
-    mine = tensor_scales(convert.source_scales, specs[0])
-    theirs = tensor_scales(convert.destination_scales, specs[1])
-    for name in specs[0].keys() & specs[1].keys():
-        one, two = (without_packing(own[name]) for own in specs)
-        if one == two and needs_scales(two) and mine.get(name) != theirs.get(name):
-            problem = "A layer that is not converted must have equal source and destination scales"
-            scales = f"source_scales {mine.get(name)} and destination_scales {theirs.get(name)}"
-            got = f"{scales} for {name:.200}"
-            hint = "Fetch into a cache with the scales that the blocks were written with"
-            raise AtlasError(Code.BAD_CONVERSION, problem, got=got, hint=hint)
+    scales = convert.source_scales, convert.destination_scales
+    # Rows are read later, by caches that were not asked: both scales must be known.
+    refuse_rescaling(*specs, specs[0].keys() & specs[1].keys(), scales, both=True)
+    return made
 
 
 def _specs(plan: Plan) -> dict[str, Spec]:

@@ -250,24 +250,26 @@ class NodeState:
     def _agreed_route(self, peer: Peer, source: Plan, destination: Plan) -> Route:
         """Return the route between two plans, with the conversion that both ends request."""
         mine, theirs = self.conversion, peer.conversion
-        if fingerprint(source) == fingerprint(destination) or (mine is None and theirs is None):
-            return route(source, destination)
-        if mine is None or theirs is None or mine.convert != theirs.convert:
-            named = [repr(terms.convert) if terms else "nothing" for terms in (mine, theirs)]
-            raise AtlasError(
-                Code.UNLIKE_CONVERSIONS,
-                got=f"{named[0]} at node {self.name!r}, {named[1]} at {peer.name!r}",
-                hint="Pass the same convert= to both nodes",
+        alike = fingerprint(source) == fingerprint(destination)
+        if mine is None or theirs is None:
+            if alike or mine is theirs:
+                return route(source, destination)
+        elif alike or mine.convert == theirs.convert:
+            scales = [mine.scales or None, theirs.scales or None]
+            if source is peer.plan:
+                scales.reverse()
+            return route(
+                source,
+                destination,
+                convert=None if alike else mine.convert,
+                source_scales=scales[0],
+                destination_scales=scales[1],
             )
-        scales = [mine.scales or None, theirs.scales or None]
-        if source is peer.plan:
-            scales.reverse()
-        return route(
-            source,
-            destination,
-            convert=mine.convert,
-            source_scales=scales[0],
-            destination_scales=scales[1],
+        named = [repr(terms.convert) if terms else "nothing" for terms in (mine, theirs)]
+        raise AtlasError(
+            Code.UNLIKE_CONVERSIONS,
+            got=f"{named[0]} at node {self.name!r}, {named[1]} at {peer.name!r}",
+            hint="Pass the same convert= to both nodes",
         )
 
     def readers(self, peer: Peer) -> list[int]:
