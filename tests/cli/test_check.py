@@ -27,6 +27,7 @@ def test_a_model_between_two_topologies() -> None:
     assert answer["descriptors"] == check(src, dst, tokens=1024).descriptors
     text = shown("check", "Qwen3-8B", *ends, "--tokens", "1024")
     assert "Yes: 1,024 tokens take 144 MiB" in text
+    assert said("check", "Qwen3-8B", *ends, "--tokens", "1K") == answer
     assert max(map(len, text.splitlines())) <= 80
 
 

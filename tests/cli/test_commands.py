@@ -87,6 +87,12 @@ def test_a_model_is_a_name_a_file_or_a_folder(tmp_path: Path) -> None:
         assert said("models", str(source))["layers"] == {"full_attention": 32}
 
 
+def test_explain_counts_all_replicas() -> None:
+    args = ("Qwen3-8B", "--gpu", "8xH100", "--tp", "2")
+    first = "4 replicas fit 104 requests of 32,768 tokens. Each fits 26.9 requests"
+    assert all(first in " ".join(shown(name, *args).split()) for name in ("explain", "plan"))
+
+
 def test_explain_gives_every_reason() -> None:
     args = ("Qwen3.5-397B-A17B", "--tp", "2", "--policy", "vllm", "--memory", "60GiB")
     text = " ".join(shown("explain", *args).split())

@@ -43,6 +43,7 @@ from kvatlas.cli.tier_commands import tier_app
 from kvatlas.cli.trace_summary import trace
 from kvatlas.cli.traffic import plan_for_trace
 from kvatlas.cli.transfer_commands import bench, check, doctor, move
+from kvatlas.planning.request import length
 
 __all__ = ["app", "run"]
 
@@ -212,9 +213,10 @@ def explain(
     planned = plan_on(options)
     lines = planned.plan.explain().splitlines()
     facts = {**planned.facts(), "explain": [line.strip() for line in lines]}
+    headed = {**facts, "answer": planned.answer()}
     # The headline already contains the content of the first two sentences.
     about = notes(planned.fit.warnings[: len(planned.fit.weights_warnings)]) if planned.fit else []
-    answer(as_json, facts, headline(facts), *planned.machine(), sentences(lines[2:]), *about)
+    answer(as_json, facts, headline(headed), *planned.machine(), sentences(lines[2:]), *about)
 
 
 command(
@@ -261,9 +263,10 @@ def map(  # noqa: A001 - the command's name
     text: Annotated[bool, typer.Option("--text", help="Draw a picture of characters.")] = False,
     opened: Annotated[bool, typer.Option("--open", help="Open the file in the browser.")] = False,
     many: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            "--tokens", help="Tokens of the request to route. [dim]By default at most 4096.[/]"
+            "--tokens",
+            help="Tokens of the request to route: 8192, 8K. [dim]By default at most 4096.[/]",
         ),
     ] = None,
 ) -> None:
@@ -275,7 +278,8 @@ def map(  # noqa: A001 - the command's name
 
     if svg and text:
         raise typer.BadParameter("choose either --svg or --text.", param_hint="'--svg'")
-    drawn = draw(options, source, target, tokens=many, knobs=not (svg or text))
+    tokens = length(many) if many else None
+    drawn = draw(options, source, target, tokens=tokens, knobs=not (svg or text))
     if (svg or text) and output is None and not opened:
         typer.echo(drawn.svg() if svg else drawn.text(), nl=False)
         return

@@ -56,11 +56,15 @@ class PlanOnMachine:
 
     def parts(self) -> list[RenderableType]:
         """Return the plan as text and tables."""
-        facts = self.facts()
-        if self.dp > 1:
-            of_each = facts["answer"].removeprefix("Fits")
-            facts["answer"] = f"{self._of_all_replicas()} Each fits{of_each}"
+        facts = self.facts() | {"answer": self.answer()}
         return [headline(facts), *self.machine(), *plan_details(facts)]
+
+    def answer(self) -> str:
+        """Return the sentence on the requests that fit: on all replicas, then on each."""
+        of_each = str(self.plan.summary()["answer"])
+        if self.dp == 1:
+            return of_each
+        return f"{self._of_all_replicas()} Each fits{of_each.removeprefix('Fits')}"
 
     def _of_all_replicas(self) -> str:
         users = [self.dp * int(self.plan.requests(in_flight=n)) for n in (None, DECODING)]

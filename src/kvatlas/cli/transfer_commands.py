@@ -8,6 +8,7 @@ import typer
 
 from kvatlas.cli.app import Json, answer
 from kvatlas.cli.options import MODEL, PlanOptions
+from kvatlas.planning.request import length
 
 
 def check(
@@ -28,9 +29,10 @@ def check(
         str | None, typer.Option("--to", help="Plan options of the destination: tp=4,block-size=32")
     ] = None,
     many: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            "--tokens", help="Tokens of the request to copy. [dim]By default at most 4096.[/]"
+            "--tokens",
+            help="Tokens of the request to copy: 8192, 8K. [dim]By default at most 4096.[/]",
         ),
     ] = None,
     convert: Annotated[
@@ -47,7 +49,8 @@ def check(
     from kvatlas.routing import check as check_route
 
     source, destination = two_plans(first, second, source_options, target_options)
-    found = check_route(source, destination, tokens=many, convert=convert)
+    tokens = length(many) if many else None
+    found = check_route(source, destination, tokens=tokens, convert=convert)
     answer(as_json, found.as_dict(), *check_parts(source, destination, found))
     if not found.ok:
         raise typer.Exit(1)
@@ -75,8 +78,8 @@ def doctor(
         typer.Option("--to", help="Arguments of the decode engine: tp=1,block-size=128"),
     ] = None,
     many: Annotated[
-        int, typer.Option("--tokens", help="Tokens of the request to transfer.")
-    ] = 1000,
+        str, typer.Option("--tokens", help="Tokens of the request to transfer.")
+    ] = "1000",
     peer: Annotated[
         str | None,
         typer.Option(
@@ -96,7 +99,7 @@ def doctor(
 
     engines = two_engines(first, second, source, target)
     with quiet("Comparing two engines ..."):
-        found = diagnose(*engines, tokens=many, peer=peer)
+        found = diagnose(*engines, tokens=length(many), peer=peer)
     answer(as_json, found.as_dict(), *doctor_parts(found))
     if not found.ok:
         raise typer.Exit(1)
@@ -139,14 +142,15 @@ def move(
     if how not in ("auto", "direct", "staged", "coalesced"):
         problem = "choose auto, direct, staged or coalesced."
         raise typer.BadParameter(problem, param_hint="'--how'")
+    tokens = length(many)
     with quiet("Moving a request between two processes ..."):
         chosen = choose_transport(transport)
         ends = (("'--from'", source_options), ("'--to'", target_options))
         source, destination = (
-            small_plan(PlanOptions(model=model, **changes(text, where)), many)
+            small_plan(PlanOptions(model=model, **changes(text, where)), tokens)
             for where, text in ends
         )
-        moved = move_request(source, destination, many, chosen, how, convert)  # type: ignore[arg-type]
+        moved = move_request(source, destination, tokens, chosen, how, convert)  # type: ignore[arg-type]
         ranks = list(moved)
     answer(
         as_json,
