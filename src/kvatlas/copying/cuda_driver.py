@@ -139,7 +139,7 @@ class _Handle(ctypes.Structure):
 
 
 class LibCuda(CudaDriver):
-    """The driver's library, `libcuda`."""
+    """A `CudaDriver` that calls the driver's library, `libcuda`."""
 
     def __init__(self) -> None:
         self._library: Any = ctypes.CDLL("libcuda.so.1")

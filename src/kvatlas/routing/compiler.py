@@ -163,11 +163,10 @@ class Compiler:
 
     @cached_property
     def _alike(self) -> dict[Layers, str]:
-        """The layer from which each tuple of layers reuses its strips.
+        """For each tuple of layers, one layer whose strips all of them use.
 
-        The layers of a tuple are those that share their regions in the source plan and in the
-        destination plan. The layer from which they reuse strips has the same `_form`; it may be in
-        another tuple.
+        A tuple contains the layers that share their regions in the source plan and in the
+        destination plan. Tuples of layers with the same `_form` use the strips of the same layer.
         """
         alike: dict[object, list[str]] = defaultdict(list)
         for name, seen in self.visibilities.items():

@@ -86,7 +86,7 @@ def row_error(source: str, destination: str) -> RowError:
 
 @dataclass(frozen=True)
 class FormatChange:
-    """A pair of formats, the number of layers to convert, and how and at which end to convert."""
+    """A pair of formats, the number of layers to convert, and how and where to convert them."""
 
     source: str
     destination: str

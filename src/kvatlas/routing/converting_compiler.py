@@ -102,7 +102,7 @@ class ConvertingCompiler(Compiler):
         return self.conversion.cells[layer, field if self._recurrent(layer) else "rows"]
 
     def of_field(self, layer: str, needed: NeededShard, field: str) -> NeededShard:
-        """Return the same rows of another field, whose states may be grouped differently."""
+        """Return the same rows of another field, whose blocks may be divided in another way."""
         (chosen,) = needed.sources
         here = self.source.views(layer, self.source.parts[layer][chosen.part])[field]
         there = self.destination.views(layer, self.destination.parts[layer][needed.part])[field]

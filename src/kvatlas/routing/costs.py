@@ -46,7 +46,7 @@ class Costs:
     def staged(self, nbytes: int) -> float:
         """Estimate the seconds of a transfer that gathers, sends large pieces and scatters.
 
-        One end gathers a piece while the other receives and scatters the previous one.
+        The source gathers a piece while the destination receives and scatters the previous piece.
         """
         pieces = -(-nbytes // self.piece)
         received = nbytes / self.wire + nbytes / self.copy

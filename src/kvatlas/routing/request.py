@@ -57,7 +57,7 @@ class RequestEnds:
         return states
 
     def _alike(self, pair: GroupPair) -> bool:
-        """Return whether source and destination use one block table in the same way."""
+        """Return whether a pair has the same block table and states at source and destination."""
         return (
             self.source is self.destination
             and pair.groups[0] == pair.groups[1]

@@ -62,8 +62,8 @@ def ring_states(visibility: Visibility, start: int, stop: int) -> tuple[int, int
 def shared_visibility(source: Plan, destination: Plan, layer: str) -> Visibility:
     """Return the `Visibility` that determines which tokens of a layer must be copied.
 
-    If both plans keep all tokens, all are copied. Otherwise the visibility of the destination's
-    spec applies, such as its window.
+    If both plans keep all tokens of the layer, all tokens are copied. Otherwise the visibility in
+    the destination's spec, such as its window, applies.
 
     >>> from kvatlas.planning import plan
     >>> prefill, decode = (plan("gpt-oss-20b", memory="20GiB", tp=tp) for tp in (1, 2))
