@@ -129,7 +129,7 @@ class Lease:
         return self.loan
 
     def check_all_gathered(self) -> None:
-        """Raise an error if this process has gathered fewer bytes than the stream has."""
+        """Raise an error unless this node has gathered every byte of the stream."""
         if self.gathered != self.stream.nbytes:
             raise bad_handshake(
                 f"{self.gathered:,} of {self.stream.nbytes:,} bytes",

@@ -61,7 +61,7 @@ class WrittenLayers:
 
 @dataclass
 class Offer:
-    """Blocks of a request's tokens, kept unchanged until they are read or the offer expires."""
+    """Blocks of a request that stay unchanged until peers have read them or the offer expires."""
 
     request: str
     blocks: Mapping[int, Int64s]

@@ -48,7 +48,7 @@ class TlsContexts:
 
 @dataclass(frozen=True)
 class PeerAccess:
-    """What one peer may do, and the secret that proves its name.
+    """The permissions of one peer, and the secret that proves its name.
 
     `secret` is shared by this node and that peer alone, or is `(new, old)` during a rotation. With
     TLS contexts it is omitted: the peer's certificate proves its name.

@@ -228,7 +228,7 @@ class ExpectedRequests:
         return one
 
     def _drop_known(self) -> None:
-        """If over `_KEPT` announcements are kept, drop the oldest one whose pull has ended."""
+        """Drop the oldest announcement with an ended pull if more than `_KEPT` are stored."""
         if len(self._known) > _KEPT:
             over = (key for key, one in self._known.items() if one.transfer.done)
             if (oldest := next(over, None)) is not None:
@@ -261,7 +261,7 @@ class ExpectedRequests:
     def _connected(self, peer: Peer, endpoint: str, deadline: float) -> Iterator[None]:
         """Connect to an endpoint. Raise an error unless `peer` is the process that answers there.
 
-        The connection is kept for the next push of the process.
+        The connection stays open for the next push from that process.
         """
         before = self._connections.find(endpoint)
         if before is not None and before.peer.incarnation != peer.incarnation:
@@ -290,7 +290,7 @@ class ExpectedRequests:
         )
 
     def _replace_older(self, expected: Expected, one: Announcement) -> None:
-        """Make an announcement current, end older pulls of its rank, and wait for their end."""
+        """Make an announcement current, then end older pulls of its rank and wait for their end."""
         rank = one.peer.rank
         with self._lock:
             expected.connecting.remove(one)

@@ -38,7 +38,7 @@ class _FollowUp:
 
 
 class FollowUps:
-    """Launched pulls whose cleanup is still to be done. Any thread may add a pull."""
+    """Launched pulls that still need cleanup. Any thread may add a pull."""
 
     def __init__(self, workers: Executor, background: Executor) -> None:
         self._workers, self._background = workers, background
@@ -49,7 +49,7 @@ class FollowUps:
         """The number of batches of pulls whose follow-up is in progress."""
 
     def add(self, part: TransferPart, then: Callable[[], None]) -> None:
-        """Finish `part` if no other thread does so soon, then call `then`."""
+        """Call `then` after `part` has finished. Run `part` if no other thread does so soon."""
         with self._lock:
             self._kept.append(_FollowUp(part, then))
             start, self._looking = not self._looking, True

@@ -1,7 +1,8 @@
 """Keep a peer's offers while a session with the peer is being opened.
 
-Opening a session may take longer than an offer lasts: a transport registers memory, or the machine
-is busy. Until the first pull has a lease, nothing else shows the source that a reader is coming.
+Opening a session may take longer than an offer lasts, because a transport registers memory or the
+machine is busy. Without these messages, the source would learn of the reader only when the first
+pull asks for a lease.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def kept_offer(
 ) -> Iterator[None]:
     """A context that keeps the offers of one request at all endpoints, for at most `seconds`.
 
-    A source that cannot be reached, or that does not support the message, is not asked again: the
-    offer then ends as if no reader had come.
+    Each source gets a message at intervals. A source that cannot be reached, or that does not
+    support the message, gets no further message; its offer ends as if there were no reader.
     """
     over = threading.Event()
     until = time.monotonic() + seconds

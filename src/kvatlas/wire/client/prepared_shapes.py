@@ -101,7 +101,7 @@ class PreparedShapes:
     def learn(self, tokens: tuple[int, int], stream: AnyStream, total: int) -> None:
         """Prepare the fast path for requests of this shape.
 
-        This has no effect at the first pull over a link, because there may be no second pull.
+        The first call for a link has no effect, because there may be no second pull over the link.
         """
         key = (tokens, *stream.table_lengths)
         with self._lock:
@@ -162,7 +162,10 @@ class PreparedShapes:
     def _foreseen(
         self, key: _Key, theirs: Mapping[int, BlockIds], mine: Mapping[int, Int64s]
     ) -> PreparedShape | None:
-        """Check the block tables of a new shape, and return its prepared read, or None."""
+        """Check the block tables of a new shape, prepare its read, and return the prepared shape.
+
+        Returns None if the shape has no bytes or too many spans, or the link prepares nothing.
+        """
         if max(map(len, theirs.values()), default=0) > _MOST_SPANS:
             return None
         wide = {group: ids.astype(np.int64) for group, ids in theirs.items()}

@@ -40,7 +40,7 @@ _CHECKSUM_PIECE = 1 << 20
 
 
 class RankPull:
-    """One rank's part of a pull, from one peer: open, read and place, verify, confirm."""
+    """Pulls one rank's part from one peer: opens a lease, reads, verifies, and ends the lease."""
 
     def __init__(self, lease: RankLease) -> None:
         self.lease, self.reads = lease, RankReads(lease)
@@ -51,7 +51,7 @@ class RankPull:
         """Checksums of converted pieces as they were sent, by (start, stop) in the stream."""
 
     def run(self) -> None:
-        """Read this part, or raise its error."""
+        """Read this part into the blocks. Raise an error if any step fails."""
         lease = self.lease
         with self.reads:
             self.transfer.check_cancelled()

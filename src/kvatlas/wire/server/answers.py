@@ -32,7 +32,7 @@ AnswerAnnounce = Callable[[protocol.Announce, Peer, Caller], protocol.Message]
 
 
 class Answers:
-    """Answers the questions of a node's peers. `announced` answers announcements of a push."""
+    """Answers the questions of a node's peers. It passes announcements of pushes to `announced`."""
 
     def __init__(self, node: OfferingNode, announced: AnswerAnnounce) -> None:
         self.node, self._announced = node, announced

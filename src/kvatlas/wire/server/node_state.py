@@ -184,7 +184,7 @@ class NodeState:
         if peer.version < self.transport.oldest_version:
             needed = f"protocol version {self.transport.oldest_version} or newer at both ends"
             problem = f"The transport {self.transport.name!r} needs {needed}"
-            got, hint = f"version {peer.version} at {peer.name!r}", "Upgrade kvatlas there"
+            got, hint = f"version {peer.version} at {peer.name!r}", "Upgrade kvatlas at that node"
             raise AtlasError(Code.UNLIKE_VERSIONS, problem, got=got, hint=hint)
         try:
             self.route_to(peer)

@@ -1,8 +1,8 @@
 """The sessions of a node with its peers, by key.
 
 A session ends a few seconds after its last connection: a process that was killed or restarted has
-lost its connections. A peer cannot end the session of another, whatever name it sends. If there are
-too many sessions, a new peer gets a `busy` error.
+lost its connections. A peer cannot end the session of another peer, even if it sends that peer's
+name. If there are too many sessions, a new peer gets a `busy` error.
 """
 
 from __future__ import annotations

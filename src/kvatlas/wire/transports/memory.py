@@ -1,4 +1,4 @@
-"""The `memory` transport, which copies inside one process. A reference for other transports."""
+"""The `memory` transport, which copies inside one process: the reference for other transports."""
 
 from __future__ import annotations
 
