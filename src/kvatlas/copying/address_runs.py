@@ -150,7 +150,8 @@ def _launcher() -> Any:
         from kvatlas.kernels.triton import launch_runs
     except ModuleNotFoundError as problem:
         hint = "Install kvatlas[triton] to use caches in GPU memory"
-        raise AtlasError(Code.MISSING_EXTRA, "", got=problem, hint=hint) from problem
+        missing = "Triton is not installed"
+        raise AtlasError(Code.MISSING_EXTRA, missing, got=problem, hint=hint) from problem
     return launch_runs
 
 

@@ -291,8 +291,8 @@ def _folded(
 ) -> Iterator[tuple[list[RepeatedRuns], BoundStates, bool]]:
     """Divide bound states into those that fill whole cells and the rest.
 
-    A cell is a kernel block, or several contiguous ones. Yield (runs, states, whole) for both;
-    `whole` is true for whole cells, which have longer runs.
+    A cell is a kernel block, or several contiguous kernel blocks. Yield (runs, states, True) for
+    whole cells, which have longer runs, and (runs, states, False) for the rest.
     """
     if compiled.whole:
         full = bound.states.length == compiled.pair.cells[0].states

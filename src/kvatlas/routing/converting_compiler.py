@@ -160,7 +160,7 @@ class ConvertingCompiler(Compiler):
         local: int,
         cells: StateBlocks,
     ) -> BoxEnd:
-        """Return the source or the destination of a box, which `end` selects."""
+        """Return one end of a box. `end` is the plan at this end: the source or the destination."""
         layer_bytes = cell.nbytes * int(np.prod([size for _, size in axes]))
         strips: dict[StateBlocks, list[StridedRuns]] = defaultdict(list)
         views = end.views(names[0], part)

@@ -123,7 +123,7 @@ class Channels:
             return pool.lost
 
     def has_idle(self, endpoint: str) -> bool:
-        """Whether an idle connection to the endpoint is open, so its process has not exited."""
+        """Whether an idle connection is open. If so, the process at the endpoint has not exited."""
         with self._lock:
             return bool(self._pools[endpoint].idle)
 
@@ -277,7 +277,7 @@ class Channels:
 
 
 class PeerMonitor:
-    """Detects that a peer has died since the monitor was made. Each poll can afford a check."""
+    """Detects that a peer has died since the monitor was made. `check` is cheap."""
 
     def __init__(self, channels: Channels, endpoint: str, lost: int) -> None:
         self._channels, self._endpoint, self._lost = channels, endpoint, lost

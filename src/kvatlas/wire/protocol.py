@@ -170,7 +170,7 @@ class Open(Message, frozen=True, kw_only=True, omit_defaults=True, tag="open"):
 
 
 class Keep(Message, frozen=True, kw_only=True, tag="keep"):
-    """Keep an offer while the sender connects, which may take long. No session is needed.
+    """Ask the receiver to keep an offer while the sender connects. No session is needed.
 
     The answer is `Ok` with the seconds that the offer lasts from now on.
     """

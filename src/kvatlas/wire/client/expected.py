@@ -82,7 +82,7 @@ class Announcement:
         return announced_endpoint(self.question.endpoint, host, on_this_host=here)
 
     def end(self) -> None:
-        """End the pull, after the request was forgotten or this announcement was replaced."""
+        """End the pull, because the request was forgotten or this announcement was replaced."""
         self.transfer.failed(self.peer.rank, lease_expired())
 
 

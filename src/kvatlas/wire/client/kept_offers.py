@@ -1,4 +1,4 @@
-"""Keep a peer's offers while a session with the peer is being opened.
+"""Keep a peer's offers from expiring while a session with the peer is being opened.
 
 Opening a session may take longer than an offer lasts, because a transport registers memory or the
 machine is busy. Without these messages, the source would learn of the reader only when the first
@@ -27,10 +27,10 @@ these bounds."""
 def kept_offer(
     node: NodeState, endpoints: Sequence[str], request: str, seconds: float
 ) -> Iterator[None]:
-    """A context that keeps the offers of one request at all endpoints, for at most `seconds`.
+    """A context that keeps the offers of one request from expiring, for at most `seconds`.
 
-    Each source gets a message at intervals. A source that cannot be reached, or that does not
-    support the message, gets no further message; its offer ends as if there were no reader.
+    The source at each endpoint gets a message at intervals. A source that cannot be reached, or
+    that does not support the message, gets no further message; its offer then expires as usual.
     """
     over = threading.Event()
     until = time.monotonic() + seconds

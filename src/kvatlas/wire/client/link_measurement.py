@@ -5,8 +5,8 @@ the result:
 
 - The costs of runs are the difference between two reads of the same number of bytes: one reads many
   runs, and the other a single run. Errors of the bandwidth cancel out.
-- That difference is at least the difference of the CPU times of the calling thread, which hardly
-  depends on the load of the machine.
+- If the CPU times of the calling thread differ more than the wall times, the difference of the CPU
+  times is used, because it hardly depends on the load of the machine.
 - The number of runs grows until they take most of the time of a read, or a limit is reached.
 - Each time is the shortest of several measurements. The functions are timed in turn.
 """

@@ -101,7 +101,7 @@ class PullPipeline:
         self._plan = self._planned(way, after_event)
 
     def run(self) -> None:
-        """Move the stream. An error is raised only when no worker uses blocks or buffers."""
+        """Move the stream. Return or raise only after all workers have stopped."""
         # A peer that gathers may never answer. The calling thread must notice the end of the
         # transfer nevertheless, so for staged pulls it only waits.
         others = range(0 if self._gathers else 1, self._plan.workers)
@@ -283,5 +283,5 @@ def piece_bytes(stream: Stream) -> int:
 
 
 def _same(value: T, _: int) -> T:
-    """Return `value` for every worker. `partial(_same, value)` is a callback for `PullPiece`."""
+    """Return `value`, for pieces whose callbacks return the same value for every worker."""
     return value

@@ -154,7 +154,7 @@ class RankLease:
         self._renew_at = time.monotonic() + self.opened.seconds / 2
 
     def _compared_identity(self) -> CacheIdentity | None:
-        """Return the cache identity that the peer must share; None if identities do not matter."""
+        """Return the cache identity that the peer must share; None if any identity is allowed."""
         if self.wanted.identity is not None:
             return self.wanted.identity
         return self.node.identity if self.node.check_identity else None

@@ -58,8 +58,8 @@ class TransferPart:
 class Transfer:
     """A request in flight over several ranks.
 
-    It is ready when every rank has delivered. It fails when one rank fails or its deadline passes,
-    regardless of what the ranks are waiting for. Its blocks may be reused once it is
+    A transfer is ready when every rank has delivered. It fails when one rank fails or its deadline
+    passes, regardless of what the ranks are waiting for. Its blocks may be reused once it is
     `released`. A failed transfer is released only when the transport is known to have stopped using
     its blocks.
 
@@ -166,7 +166,10 @@ class Transfer:
         self._fail(self._cancellation())
 
     def wait(self, timeout: float | None = None) -> Transfer:
-        """Wait for the end. Raise the transfer's error, or `deadline` after `timeout` seconds."""
+        """Wait until the transfer is ready, and return it.
+
+        Raise the transfer's error if it fails, or `deadline` after `timeout` seconds.
+        """
         until = math.inf if timeout is None else time.monotonic() + timeout
         if timeout is None or until >= self.deadline or self._ends_within(timeout):
             self._help()

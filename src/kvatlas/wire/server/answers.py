@@ -95,7 +95,7 @@ class Answers:
     # -- offers ---------------------------------------------------------------------------
 
     def _keep(self, question: protocol.Keep, caller: Caller) -> protocol.Message:
-        """Keep an offer for a reader that is about to connect, or that is connecting."""
+        """Keep an offer from expiring, for a reader that is connecting or about to connect."""
         node = self.node
         with node.lock:
             offer = node.offers.get(question.request)

@@ -102,7 +102,7 @@ class Node(OfferingNode):
             raise AtlasError(
                 Code.UNPROTECTED,
                 "The transport does not authenticate peers, and other hosts can reach it",
-                got=f"{reached}, which does not use the secret",
+                got=f"{reached}, and the transport does not use the secret",
                 hint='Use the transport "tcp", or pass unprotected=True on a trusted network',
             )
 

@@ -206,7 +206,7 @@ class NodeState:
         return all(map(self.transport.shares, self.plan.rank_pools(self.rank)))
 
     def register(self) -> None:
-        """Register the memory with the transport, and prepare to move bytes of it."""
+        """Register the memory with the transport, and create the mover for the pools."""
         self.transport.protect(self.security, self.authorise)
         self.transport.register(self.memory)
         pools = {index: at for index, at in self.memory.items() if index != STAGING}

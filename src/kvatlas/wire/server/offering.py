@@ -111,7 +111,10 @@ class OfferingNode(NodeState):
         return None if board is None else board.posting(request)
 
     def layer_written(self, request: str, layer: str) -> None:
-        """Mark a layer as written, once the caller's CUDA stream has finished its queued work."""
+        """Let peers read a layer after the work that is now queued on the caller's CUDA stream.
+
+        Returns at once.
+        """
         self.process.check()
         with self.lock:
             offer = self.offers.get(request)

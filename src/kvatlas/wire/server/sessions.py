@@ -66,7 +66,7 @@ class Sessions:
             return set(self._open)
 
     def begin(self, hello: Hello, peer: Peer, caller: Caller) -> bytes:
-        """Return the key of a peer's session. A repeated hello gets the same key."""
+        """Begin a session with a peer, and return its key. A repeated hello gets the same key."""
         said = _digest(hello)
         with self._lock:
             gone = self._left_behind(peer)
