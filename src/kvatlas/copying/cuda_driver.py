@@ -65,7 +65,7 @@ class CudaDriver(ABC):
 
     @abstractmethod
     def close_memory(self, device: int, address: int) -> None:
-        """Unmap an allocation that `open_memory` mapped. No copy may be reading it."""
+        """Unmap an allocation that `open_memory` mapped, when no copy reads it anymore."""
 
     @abstractmethod
     def make_memory(self, device: int, nbytes: int) -> int:
@@ -73,7 +73,7 @@ class CudaDriver(ABC):
 
     @abstractmethod
     def end_memory(self, device: int, address: int, nbytes: int) -> None:
-        """Set an allocation to zero and free it. No copy may be accessing it."""
+        """Set an allocation to zero and free it, when no copy accesses it anymore."""
 
     @abstractmethod
     def make_event(self, device: int) -> int:

@@ -106,7 +106,7 @@ def device_of(tensor: Any) -> str:
 
 def _cannot_register(what: str, got: object) -> AtlasError:
     problem = f"{what[0].upper()}{what[1:]} cannot be registered with a transport"
-    hint = "Pass a Cache, or map each pool index to a contiguous array or tensor or a Memory"
+    hint = "Pass a Cache, or map each pool index to a contiguous array or tensor, or to a Memory"
     return AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
 
 

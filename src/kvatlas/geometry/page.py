@@ -57,7 +57,8 @@ class Page:
             raise AtlasError(Code.BAD_FIELD, problem, got=repr(self.fields)[:100], hint=hint)
         names = [field.name for field in self.fields]
         if len(set(names)) < len(names):
-            problem, hint = "The fields of a page must have different names", "Rename one of them"
+            problem = "The fields of a page must have different names"
+            hint = "Rename one of the fields"
             raise AtlasError(Code.BAD_FIELD, problem, got=names, hint=hint)
         alone = self.place("LBHNC", pages=1, blocks=1)
         validate({name: self.view(alone, name) for name in names}, size=self.unpadded)

@@ -67,10 +67,10 @@ class PlanEnd:
         return {layer.name: layer.spec for r in self.plan.regions for layer in r.layers}
 
     def page_offsets(self, part: LayerPart, field: str) -> Mapping[str, int]:
-        """Return, for each layer, how many bytes after page 0 of its region a field begins.
+        """Return, by layer, the distance in bytes from a field in page 0 to it in the layer's page.
 
-        The offset is from the field in page 0 to the field in the layer's page. Layers of the
-        region that hold other parts of a state are left out.
+        Page 0 is the first page of the region that holds `part`. Layers of the region that hold
+        other parts of a state are left out.
         """
         apart = self.region(part).apart
         return self._page_offsets[part.region, field if apart else ""][part.part]

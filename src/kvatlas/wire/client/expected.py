@@ -168,7 +168,7 @@ class ExpectedRequests:
             expected.claim.quarantine()
             self._node.quarantine.hold([one.transfer for one in reading], expected.claim.release)
             problem = "The request is forgotten, but a read may still write to its blocks"
-            hint = "Use other blocks; these are quarantined until the transport is done"
+            hint = "Use other blocks; those of this request stay quarantined until the read is over"
             raise AtlasError(Code.DEADLINE, problem, got=f"request {request!r}", hint=hint)
         expected.claim.release()
 
@@ -377,6 +377,6 @@ def _not_expected(question: protocol.Announce) -> AtlasError:
         Code.UNKNOWN_REQUEST,
         "The destination does not expect this request from this node, or has already received it",
         got=repr(question.request),
-        hint="Call expect() at the destination first: source= must be the plan of this node, and "
-        "pushers= must contain its name",
+        hint="Call expect() at the destination first: source= must be this node's plan, and "
+        "pushers= must contain this node's name",
     )
