@@ -244,7 +244,7 @@ class LibCuda(CudaDriver):
             self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def make_memory(self, device: int, nbytes: int) -> int:
-        """Allocate through the driver: torch could put other tensors in the same allocation."""
+        """Create an allocation with the driver, because torch could put other tensors in it."""
         address = ctypes.c_uint64()
         with self.on(device):
             self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))

@@ -226,8 +226,8 @@ class CommonStates(NamedTuple):
 def _block_starts(ends: list[tuple[int, int]], count: int) -> Int64s:
     """Return where to cut states 0 .. count - 1 so that no span crosses a kernel block boundary.
 
-    The result lists the first state of each span, ascending. `ends` contains a tuple for
-    the source and one for the destination: (states per kernel block, number of state 0 there).
+    The result lists the first state of each span, ascending. `ends` contains a tuple for the
+    source and one for the destination: (states per kernel block, number of state 0 at this end).
     """
     (small, first), (large, second) = sorted((size, -at % size) for size, at in ends)
     starts = np.arange(first, count, small)

@@ -199,7 +199,7 @@ class CompiledPair(NamedTuple):
     """The runs that copy the states of a source group to a destination group, for any block ids.
 
     `states` are the runs that copy one state, usually a token. `whole` are the longer runs that
-    copy a cell: all states of a kernel block, or of several contiguous ones. `whole` is empty if
+    copy a cell: all states of one or several contiguous kernel blocks. `whole` is empty if
     the cells of source and destination have different numbers of states.
     """
 
@@ -212,7 +212,7 @@ def compile_pair(pair: GroupPair, strips: Sequence[StridedRuns]) -> CompiledPair
     """Compile the runs between two groups, given as strips (`StridedRuns`).
 
     The result has runs for single states and, if possible, for cells. A cell is a kernel block, or
-    several contiguous ones.
+    several contiguous kernel blocks.
     """
     source, destination = pair.cells
     fold = pair.per_state is not None and source.states == destination.states

@@ -249,7 +249,7 @@ class Compiler:
     def _strip(self, layer: str, needed: NeededShard) -> StridedRuns:
         """Return the runs that copy a shard from page 0 of the source to page 0 of the destination.
 
-        The runs include padding after the field if it would otherwise split consecutive states.
+        The runs include the padding after the field if padding is copied with this field.
         """
         ends = (
             (self.source, self.source.parts[layer][needed.sources[0].part]),

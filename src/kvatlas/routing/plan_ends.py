@@ -40,7 +40,7 @@ class RegionForm(NamedTuple):
 class FieldView(NamedTuple):
     """The placement of a field in page 0 of a region, the same on every rank of a stage.
 
-    A region contains the pages of several layers, and page 0 is the first of them.
+    A region contains the pages of several layers, and page 0 is the first page.
     """
 
     field: Field
@@ -67,7 +67,7 @@ class PlanEnd:
         return {layer.name: layer.spec for r in self.plan.regions for layer in r.layers}
 
     def page_offsets(self, part: LayerPart, field: str) -> Mapping[str, int]:
-        """Return, by layer, the distance in bytes from a field in page 0 to it in the layer's page.
+        """Return, by layer, how many bytes its page's field is after the same field of page 0.
 
         Page 0 is the first page of the region that holds `part`. Layers of the region that hold
         other parts of a state are left out.

@@ -95,10 +95,10 @@ class RequestEnds:
         return CommonStates(blocks, 1, (source, destination), (1, 1))
 
     def _ring(self, pair: GroupPair, chunk: int) -> CommonStates:
-        """Return a ring's rows for the last group of tokens, extended to chunks of `chunk` states.
+        """Return the states of a ring for `ring_states`, extended to whole chunks of `chunk` states.
 
-        The rows are needed even if the group is complete, because an engine may compute the last
-        token again.
+        The states are needed even if the last token completes its group of tokens, because an
+        engine may compute the last token again.
         """
         first, stop = ring_states(pair.visibility, self.start, self.stop)
         if first < stop:

@@ -3,7 +3,7 @@
 A block is free, offered (any number of offers and pushes read it), being filled by one pull,
 expected (one push will fill it), or quarantined (a failed pull may still write to it). Every
 operation of a node claims its blocks first, and fails with `blocks_in_use` if another claim
-conflicts. Each claim has a generation, so an old owner cannot release the claim of a newer one.
+conflicts. Each claim has a generation, so an old owner cannot release a newer owner's claim.
 """
 
 from __future__ import annotations

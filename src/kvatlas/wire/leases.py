@@ -175,7 +175,7 @@ class Lease:
         return source_ranges(self.stream)
 
     def _readable(self, region: int) -> ByteRanges | None:
-        """Return the byte ranges of a memory region that the peer may read; None for no range."""
+        """Return the byte ranges of a memory region that the peer may read; None if it may not."""
         if region != STAGING:
             return self._stream_ranges.get(region)
         if self.reclaimed:

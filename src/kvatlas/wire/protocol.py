@@ -335,8 +335,8 @@ class Announced(Message, frozen=True, kw_only=True, tag="announced"):
     """The answer to `Announce`: the progress of a push.
 
     The answering node carries out the push by reading from the announcing node. `arrived` is true
-    if it has read its part, and `moved` counts the bytes so far. If the read fails, the answer is a
-    `Refusal` instead.
+    if the answering node has read its part, and `moved` counts the bytes so far. If the read fails,
+    the answer is a `Refusal` instead.
     """
 
     arrived: bool

@@ -62,7 +62,7 @@ class PeerAccess:
 
 
 class Security:
-    """How a node's connections are protected: by secrets, by TLS contexts, or not at all.
+    """The protection of a node's connections: secrets, TLS contexts, or none.
 
     >>> Security().protected, Security(b"0123456789abcdef").protected
     (False, True)

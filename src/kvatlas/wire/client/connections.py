@@ -71,7 +71,7 @@ class PeerConnection:
     def costs_near(self, length: int) -> Costs | None:
         """Return measured costs for runs of about `length` bytes; None if there are none.
 
-        Costs for runs of `length`, `2 * length` and `length // 2` bytes are accepted.
+        The costs may be those of runs of `length`, `2 * length` or `length // 2` bytes.
         """
         near = (self.costs.get(one) for one in (length, 2 * length, length // 2))
         return next(filter(None, near), None)

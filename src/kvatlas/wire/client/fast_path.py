@@ -142,7 +142,7 @@ class LaunchedPull:
     def tidy_up(
         self, node: NodeState, wanted: TransferRequest, transfer: Transfer, timeout: float
     ) -> RankLease | None:
-        """Release the handle and the connection of a finished read, unless they are released.
+        """Release the handle and the connection of a finished read, if that is still to be done.
 
         Returns a lease object that can notify the source, or None if not every byte has arrived.
         """

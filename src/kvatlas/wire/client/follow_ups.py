@@ -84,8 +84,8 @@ class FollowUps:
     def _is_over(self, one: _FollowUp) -> bool:
         """Whether a pull is finished, so that its follow-up can run.
 
-        If no thread finishes the pull, a worker thread does. An unfinished pull is checked again
-        later.
+        If no other thread finishes the pull, a worker thread does. An unfinished pull is checked
+        again later.
         """
         if self._closing:
             carefully(one.part)

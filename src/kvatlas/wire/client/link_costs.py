@@ -157,7 +157,7 @@ def _with_buffers(reads: RankReads, stream: Stream, way: Way, costs: Costs) -> W
 
 
 def _may_stage(lease: RankLease) -> bool:
-    """Whether the peer may lend staging buffers; true until the peer has refused them."""
+    """Whether the peer may lend staging buffers; true if the peer was not asked for a lease yet."""
     return lease.seen is not None or lease.opened.piece > 0
 
 
@@ -206,7 +206,7 @@ def _measured(reads: RankReads, length: int) -> Costs | None:
 
 
 def _borrows_to_measure(reads: RankReads) -> bool:
-    """Acquire staging buffers at both ends. False if too few are free now."""
+    """Acquire staging buffers at both ends. Return False if too few are free now."""
     staging = reads.node.staging
     reads.buffers = staging.acquire(min(BUFFERS, staging.most()))
     return bool(reads.buffers) and reads.borrow(both=True, until=time.monotonic() + _SHORTEST_WAIT)

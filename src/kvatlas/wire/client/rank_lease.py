@@ -94,7 +94,10 @@ class RankLease:
     def ask_of_lease(
         self, message: Callable[..., protocol.Message], kind: type[A], **fields: Any
     ) -> A:
-        """Return the peer's answer to a question about this lease. Raise if the transfer ends."""
+        """Return the peer's answer to a question about this lease.
+
+        Raise an error if the transfer ends before the peer answers.
+        """
         session, lease = self.connection.session, self.opened.lease
         about = {"session": session, "lease": lease, "request": self.wanted.request}
         self._asked_at = time.monotonic()
@@ -284,7 +287,7 @@ class RankLease:
             self.node.channels.ask(self.connection.endpoint, question, deadline=deadline)
 
     def tell_read(self) -> None:
-        """Notify the source that this node needs an offer from its board no longer.
+        """Notify the source that this node no longer needs an offer from the source's board.
 
         Does nothing if the read failed, or if this node may read more of the offer.
         """

@@ -297,8 +297,8 @@ class Answers:
     def _must_gather(self, lease: Lease) -> bool:
         """Whether this node must gather the pull's bytes, because the peer cannot read the pools.
 
-        The peer cannot read pools that are not shared, or that need a conversion which it cannot
-        do during the read.
+        A peer cannot read pools that are not shared, or pools whose content must be converted in a
+        way that the peer cannot combine with the read.
         """
         stream, casts = lease.stream, self.node.transport.casts
         converts = isinstance(stream, ConvertedStream) and not (casts and stream.by_element)

@@ -94,7 +94,7 @@ class PreparedRead(ABC):
         """Read from the peer's blocks `source` into this process's blocks `destination`.
 
         The read runs after the peer's GPU event `after_event` and the work on the caller's current
-        stream. Return None, and read nothing, if it cannot start at once.
+        stream. Return None, and read nothing, if the read cannot start at once.
         """
 
 

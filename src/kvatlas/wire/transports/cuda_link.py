@@ -152,7 +152,7 @@ class CudaLink(Link):
         )
 
     def _can_cast(self, cast: ElementCast | None, source: int, destination: int) -> bool:
-        """Whether elements between two pools can be cast. True without a cast."""
+        """Whether `cast` is possible between two pools; True if `cast` is None."""
         if cast is None:
             return True
         far, near = self._alignment(source), self.own_memory[destination].address

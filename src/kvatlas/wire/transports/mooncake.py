@@ -354,8 +354,9 @@ class MooncakeHandle(Handle):
     def _settle(self) -> bool:
         """Whether the operation certainly no longer accesses memory.
 
-        This is so if the operation was released before its first call. It is also so if the link's
-        thread is done with the operation, and each call has succeeded or its engine is destroyed.
+        The result is true if the operation was released before its first call. It is also true if
+        the link's thread is done with the operation, and either each call has succeeded or the
+        engine is destroyed.
         """
         with self._lock:
             if self._given_up and not self.begun:

@@ -121,7 +121,10 @@ def translated() -> Iterator[None]:
 
 
 def _network_device(wanted: str | None) -> str:
-    """Return the network device for UCX. The environment variable overrides an agent's option."""
+    """Return the network device for UCX: `wanted`, `UCX_NET_DEVICES`, or else the loopback device.
+
+    Raise an error if both are given and differ: UCX would ignore `wanted`.
+    """
     setting = os.environ.get(_DEVICES)
     if wanted is not None and setting not in (None, wanted):
         got = f"device={wanted!r} and {_DEVICES}={setting}"
