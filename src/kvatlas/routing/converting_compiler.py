@@ -54,7 +54,7 @@ class ConvertedBox(NamedTuple):
         return self.copied or all(end.cell.by_element for end in self.ends)
 
     def unit(self, end: int) -> int:
-        """Return the bytes of a cell at `end` (0: source, 1: destination); 1 if nothing is converted."""
+        """Return the bytes of a cell at `end` (0: source, 1: destination); 1 without conversion."""
         return 1 if self.copied else self.ends[end].cell.nbytes
 
 
@@ -102,7 +102,7 @@ class ConvertingCompiler(Compiler):
         return self.conversion.cells[layer, field if self._recurrent(layer) else "rows"]
 
     def of_field(self, layer: str, needed: NeededShard, field: str) -> NeededShard:
-        """Return `needed` for the same rows of `field`, whose states may fill blocks differently."""
+        """Return `needed` for the same rows of `field`, whose block sizes may be different."""
         (chosen,) = needed.sources
         here = self.source.views(layer, self.source.parts[layer][chosen.part])[field]
         there = self.destination.views(layer, self.destination.parts[layer][needed.part])[field]

@@ -95,7 +95,7 @@ class RequestEnds:
         return CommonStates(blocks, 1, (source, destination), (1, 1))
 
     def _ring(self, pair: GroupPair, chunk: int) -> CommonStates:
-        """Return the states of a ring for `ring_states`, extended to whole chunks of `chunk` states.
+        """Return the states of a ring to copy, extended to whole chunks of `chunk` states.
 
         The states are needed even if the last token completes its group of tokens, because an
         engine may compute the last token again.
