@@ -190,6 +190,7 @@ class Security:
             role = "may_read" if act == "pull" else "may_push"
             raise AtlasError(
                 Code.FORBIDDEN,
+                f"The peer has no permission to {act}",
                 got=f"a {act} by {name!r}",
                 hint=f"Pass peers={{{name!r}: PeerAccess(..., {role}=True)}} to the refusing node",
             )
