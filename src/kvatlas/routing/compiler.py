@@ -222,7 +222,7 @@ class Compiler:
         """Yield each row range of a layer that a rank needs, with the source ranks that hold it."""
         for index, part in enumerate(self.destination.parts[layer]):
             for name, view in self.fields_chosen_by(layer, part).items():
-                cells = _dealt_out(view.cells, self.destination, layer, destination_tp_rank)
+                cells = _held_by_rank(view.cells, self.destination, layer, destination_tp_rank)
                 key = layer, name, cells
                 if key not in self._held:
                     self._held[key] = list(self._sources(*key))
@@ -239,7 +239,7 @@ class Compiler:
         for index, part in enumerate(self.source.parts[layer]):
             view = self.source.views(layer, part)[field]
             for rank in range(self.source.plan.tp):
-                cells = _dealt_out(view.cells, self.source, layer, rank)
+                cells = _held_by_rank(view.cells, self.source, layer, rank)
                 if cells.overlaps(needed):
                     for held in self.source.ranges(view.field.sharding, part, rank):
                         yield SourceShard(rank, index, held.local, cells), held
@@ -291,7 +291,7 @@ def _merged(strips: Iterable[StripPages]) -> tuple[StridedRuns, ...]:
     return tuple(merge_runs(strip.shift(*page) for strip, pages in strips for page in pages))
 
 
-def _dealt_out(cells: StateBlocks, end: PlanEnd, layer: str, tp_rank: int) -> StateBlocks:
+def _held_by_rank(cells: StateBlocks, end: PlanEnd, layer: str, tp_rank: int) -> StateBlocks:
     """Return `cells`, restricted to the states of a layer that one rank holds.
 
     With context parallelism, each rank holds every n-th state of an attention layer. Recurrent

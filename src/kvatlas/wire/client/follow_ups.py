@@ -54,7 +54,7 @@ class FollowUps:
             self._kept.append(_FollowUp(part, then))
             start, self._looking = not self._looking, True
         if start:
-            _hand_on(self._background, self._look)
+            _submit(self._background, self._look)
 
     def close(self) -> None:
         """Finish all pulls before the worker threads end. Nothing can be added after this."""
@@ -78,7 +78,7 @@ class FollowUps:
             if over and (self._closing or time.monotonic() - over[0].since > _TOGETHER):
                 with self._lock:
                     self._rows += 1
-                _hand_on(self._background, self._do_all, over)
+                _submit(self._background, self._do_all, over)
                 over = []
 
     def _is_over(self, one: _FollowUp) -> bool:
@@ -95,7 +95,7 @@ class FollowUps:
             one.since = now
             return True
         if now - one.since > _EVERY:
-            _hand_on(self._workers, carefully, one.part)
+            _submit(self._workers, carefully, one.part)
             one.since = float("inf")
         with self._lock:
             self._kept.append(one)
@@ -109,14 +109,14 @@ class FollowUps:
                 carefully(one.then)
                 if time.monotonic() - begun > _SLOW:
                     for other in over[place + 1 :]:
-                        _hand_on(self._background, carefully, other.then)
+                        _submit(self._background, carefully, other.then)
                     return
         finally:
             with self._lock:
                 self._rows -= 1
 
 
-def _hand_on(to: Executor, act: Callable[..., None], *given: Any) -> None:
+def _submit(to: Executor, act: Callable[..., None], *given: Any) -> None:
     """Submit `act(*given)` to an executor, or call it here if the executor is shut down."""
     try:
         to.submit(act, *given)

@@ -56,7 +56,7 @@ def choose_way(reads: RankReads, stream: AnyStream) -> Way:
             hint = 'Use how="auto" or how="staged": conversion needs staging buffers'
             got = f"how={wanted.how!r} with a conversion"
             raise AtlasError(Code.CONTRADICTORY, got=got, hint=hint)
-        lease.ask_after_all()
+        lease.ask_for_lease_instead()
         return "staged"
     if wanted.how == "staged":
         return "staged"
@@ -126,7 +126,7 @@ def _cheapest_way(reads: RankReads, stream: Stream) -> Way:
     length = max(_SHORTEST_RUN, 1 << (stream.nbytes // max(1, runs)).bit_length() - 1)
     measured, alike = connection.costs_near(length), (runs, stream.nbytes)
     if measured is None:
-        lease.ask_after_all()
+        lease.ask_for_lease_instead()
         if not _may_stage(lease):
             return "direct"
         measured = _measured(reads, length)
@@ -143,7 +143,7 @@ def _with_buffers(reads: RankReads, stream: Stream, way: Way, costs: Costs) -> W
     """Acquire staging buffers for `way` and return `way`; return `direct` if too few are free."""
     lease = reads.lease
     if way == "staged":
-        lease.ask_after_all()
+        lease.ask_for_lease_instead()
         if not _may_stage(lease):
             return "direct"
     if way == "direct":

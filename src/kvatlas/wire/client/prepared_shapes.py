@@ -142,7 +142,7 @@ class PreparedShapes:
         key = (span, table_lengths(theirs), table_lengths(mine))
         prepared = self._kept.get(key)
         if prepared is None:
-            prepared = self._foreseen(key, theirs, mine)
+            prepared = self._prepare_new(key, theirs, mine)
         elif not prepared.shape.destination.in_range(mine):
             return None
         if prepared is None:
@@ -159,7 +159,7 @@ class PreparedShapes:
         copied = {group: table.copy() for group, table in mine.items()}
         return StartedRead(key, seen, handle, prepared, (theirs, copied))
 
-    def _foreseen(
+    def _prepare_new(
         self, key: _Key, theirs: Mapping[int, BlockIds], mine: Mapping[int, Int64s]
     ) -> PreparedShape | None:
         """Check the block tables of a new shape, prepare its read, and return the prepared shape.

@@ -131,7 +131,7 @@ class RankLease:
             return None  # the peer waits for the mark before it grants a lease
         return seen
 
-    def ask_after_all(self) -> None:
+    def ask_for_lease_instead(self) -> None:
         """Ask for a lease on an offer found on the board, if the peer must gather the bytes."""
         if self.seen is not None:
             self._ask_for_lease()  # for the blocks that were seen, and no others
@@ -275,7 +275,7 @@ class RankLease:
             self.connection.background.submit(self._abandon)
 
     def _confirm(self, seen: SeenOffer) -> None:
-        """Raise an error unless the source has held the blocks of an offer from its board."""
+        """Raise an error unless the source has held the blocks since the offer was found."""
         if not seen.confirmed:
             raise peer_lost("an exiting process") if seen.held else lease_expired()
 
@@ -286,7 +286,7 @@ class RankLease:
         with suppress(AtlasError):
             self.node.channels.ask(self.connection.endpoint, question, deadline=deadline)
 
-    def tell_read(self) -> None:
+    def notify_source(self) -> None:
         """Notify the source that this node no longer needs an offer from the source's board.
 
         Does nothing if the read failed, or if this node may read more of the offer.

@@ -140,7 +140,7 @@ class RankPull:
     def follow_up(self) -> None:
         """Notify the source that a read without a lease has ended, and prepare the fast path."""
         lease, wanted, total = self.lease, self.wanted, self.transfer.total
-        lease.tell_read()
+        lease.notify_source()
         if self._read_whole is None or total is None or lease.others:
             return
         if wanted.layers is None and not wanted.streamed:

@@ -129,7 +129,7 @@ class Answers:
             check_same_identity(offer.identity, asked, nodes=(node.name, peer.name))
         node.security.check_role(peer.name, "pull")
         stream = node.stream(peer, offer.blocks, theirs, tokens, question.layers, incoming=False)
-        mark = self._told(offer.mark)
+        mark = self._mark_for_reader(offer.mark)
         with node.lock:
             if node.offers.get(question.request) is not offer:
                 raise _not_offered(question)
@@ -159,7 +159,7 @@ class Answers:
             layered=offer.layers is not None,
         )
 
-    def _told(self, mark: int | None) -> int | None:
+    def _mark_for_reader(self, mark: int | None) -> int | None:
         """Return `mark`, the GPU event that the reader must wait for; None if it need not wait.
 
         If readers cannot wait for GPU events, this method waits for the event and returns None.
@@ -217,7 +217,7 @@ class Answers:
         seconds = min(question.seconds, lease.left, _LONGEST_WAIT)
         written, mark = layers.wait(question.layer, seconds)
         lease.check()
-        return protocol.LayerWritten(written=written, mark=self._told(mark))
+        return protocol.LayerWritten(written=written, mark=self._mark_for_reader(mark))
 
     def _borrow(self, question: protocol.Borrow, lease: Lease) -> protocol.Message:
         """Lend staging buffers to a lease, waiting a while until some are free."""

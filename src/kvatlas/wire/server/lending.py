@@ -102,7 +102,7 @@ class Lending:
         return None
 
     def end(self, lease: Lease) -> None:
-        """Take back the buffers of an ended lease. Segments of one peer stay with its session."""
+        """Take back the buffers of an ended lease. Its session may reuse them (`PeerSegments`)."""
         if lease.loan is not None:
             self._take_back(lease, lease.loan, keep=True)
 

@@ -69,7 +69,7 @@ class Sessions:
         """Begin a session with a peer, and return its key. A repeated hello gets the same key."""
         said = _digest(hello)
         with self._lock:
-            gone = self._left_behind(peer)
+            gone = self._of_earlier_process(peer)
             known = [one for one in self._open.values() if one.first is caller]
             same = next((one for one in known if one.said == said), None)
             if same is None:
@@ -120,7 +120,7 @@ class Sessions:
             session.callers.add(caller)
             session.ends = float("inf")
 
-    def _left_behind(self, peer: Peer) -> set[bytes]:
+    def _of_earlier_process(self, peer: Peer) -> set[bytes]:
         """Return the keys of unconnected sessions that an earlier process of this peer began."""
         return {
             key
