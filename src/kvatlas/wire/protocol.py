@@ -97,7 +97,7 @@ class RegisteredMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def memory(self) -> Memory:
-        """The region as transports use it."""
+        """The region as a `Memory`, the type that transports use."""
         device = HOST if self.kind == "host" else f"cuda:{self.device}"
         return Memory(self.address, self.nbytes, device)
 

@@ -113,7 +113,7 @@ class Connections:
         """The peers of a session, as they were at the first connection."""
 
     def find(self, endpoint: str) -> PeerConnection | None:
-        """Return the current connection to an endpoint, or None."""
+        """Return the current connection to an endpoint; None if there is none."""
         return self._open.get(endpoint)
 
     def close(self) -> None:

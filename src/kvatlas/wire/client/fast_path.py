@@ -68,9 +68,9 @@ class LaunchedPull:
     def finish(
         self, node: NodeState, wanted: TransferRequest, transfer: Transfer, timeout: float
     ) -> bool:
-        """Wait for the read, and check that the source held its blocks; raise if the read failed.
+        """Wait for the read, and check that the source held its blocks.
 
-        Returns False if the read is over but invalid, because the offer that it used was not
+        Raises an error if the read failed. Returns False if the read is over but invalid, because the offer that it used was not
         genuine.
         """
         read, nbytes = self.read, self.read.prepared.shape.arriving

@@ -86,7 +86,7 @@ class _MemoryLink(Link):
         self._token = token
 
     def check(self) -> None:
-        """Raise an error if either transport is closed."""
+        """Raise an error if this process's transport or the peer's transport is closed."""
         super().check()
         if self._token not in _open:
             raise errors.peer_lost("a closed transport")
