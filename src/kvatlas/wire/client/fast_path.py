@@ -70,8 +70,8 @@ class LaunchedPull:
     ) -> bool:
         """Wait for the read, and check that the source held its blocks.
 
-        Raises an error if the read failed. Returns False if the read is over but invalid, because the offer that it used was not
-        genuine.
+        Raises an error if the read failed. Returns False if the read is over but invalid, because
+        the offer that it used was not genuine.
         """
         read, nbytes = self.read, self.read.prepared.shape.arriving
         try:
