@@ -214,7 +214,10 @@ def _rebuild(code: Code, problem: str, got: object, hint: str) -> AtlasError:
 
 
 class MissingExtraError(AtlasError, ImportError):
-    """The error for an optional library that is not installed. Its hint ends with `note`."""
+    """The error for an optional library that is not installed.
+
+    The hint names the extra of kvatlas to install, and ends with `note`.
+    """
 
     def __init__(self, library: str, extra: str, note: str = "") -> None:
         super().__init__(

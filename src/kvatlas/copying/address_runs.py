@@ -4,7 +4,7 @@ A start is a pair of offsets, one at the source and one at the target. A span is
 length. One run is copied for every pair of a start and a span. At the source and at the target, a
 run begins at the sum of the offsets of its start and its span. Starts are known before a request
 and stay on the device. Spans come with each request and are few. The memory may belong to another
-process, so functions have addresses instead of tensors as parameters.
+process, so the functions of this module take addresses instead of tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PlacedStarts(NamedTuple):
 def place_starts(source: Offsets, destination: Offsets, device: torch.device | str) -> PlacedStarts:
     """Upload starts (pairs of a source and a target offset) to a device, for any number of copies.
 
-    The two numbers below are the fields `bits` and `step`.
+    The two numbers in the example are the fields `bits` and `step` of the result.
 
     >>> place_starts(np.array([0, 64]), np.array([0, 96]), "cpu")[1:]
     (96, 96)
@@ -150,7 +150,8 @@ def _launcher() -> Any:
         from kvatlas.kernels.triton import launch_runs
     except ModuleNotFoundError as problem:
         hint = "Install kvatlas[triton] to use caches in GPU memory"
-        raise AtlasError(Code.MISSING_EXTRA, "", got=problem, hint=hint) from problem
+        missing = "Triton is not installed"
+        raise AtlasError(Code.MISSING_EXTRA, missing, got=problem, hint=hint) from problem
     return launch_runs
 
 

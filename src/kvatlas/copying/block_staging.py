@@ -150,7 +150,7 @@ class BlockBuffer:
 class BlockStaging:
     """The staging buffers of one GPU. Any thread may use them.
 
-    Pieces alternate between the buffers: a kernel works on one while the link transfers the other.
+    Pieces alternate between the buffers: a kernel uses one buffer while the link uses the other.
     """
 
     def __init__(self, queues: Sequence[Any], room: int = STAGED_BYTES) -> None:

@@ -65,7 +65,7 @@ class CudaDriver(ABC):
 
     @abstractmethod
     def close_memory(self, device: int, address: int) -> None:
-        """Unmap an allocation that `open_memory` mapped. No copy may be reading it."""
+        """Unmap an allocation that `open_memory` mapped, when no copy reads it anymore."""
 
     @abstractmethod
     def make_memory(self, device: int, nbytes: int) -> int:
@@ -73,7 +73,7 @@ class CudaDriver(ABC):
 
     @abstractmethod
     def end_memory(self, device: int, address: int, nbytes: int) -> None:
-        """Set an allocation to zero and free it. No copy may be accessing it."""
+        """Set an allocation to zero and free it, when no copy accesses it anymore."""
 
     @abstractmethod
     def make_event(self, device: int) -> int:
@@ -139,7 +139,7 @@ class _Handle(ctypes.Structure):
 
 
 class LibCuda(CudaDriver):
-    """The driver's library, `libcuda`."""
+    """A `CudaDriver` that calls the driver's library, `libcuda`."""
 
     def __init__(self) -> None:
         self._library: Any = ctypes.CDLL("libcuda.so.1")
@@ -244,7 +244,7 @@ class LibCuda(CudaDriver):
             self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def make_memory(self, device: int, nbytes: int) -> int:
-        """Allocate through the driver: torch could put other tensors in the same allocation."""
+        """Create an allocation with the driver, because torch could put other tensors in it."""
         address = ctypes.c_uint64()
         with self.on(device):
             self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))

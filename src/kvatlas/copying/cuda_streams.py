@@ -6,9 +6,9 @@ would fail because of that work. These streams are therefore created through the
 never hands them out.
 
 Streams are reused, not destroyed. torch's allocators cache memory by the stream that used it, and
-may use that stream to free the memory long after the stream's owner is gone. The next owner's work
-runs after the work that is still queued on the stream, and reuses the memory that torch has cached
-for the stream.
+may use that stream to free the memory long after the stream's owner is gone. When a stream is lent
+again, the next owner's work runs after the work that is still queued on the stream, and reuses the
+memory that torch has cached for the stream.
 """
 
 from __future__ import annotations

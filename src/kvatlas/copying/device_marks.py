@@ -5,10 +5,10 @@ fills them. Reads and writes of these blocks, in this process or another, then r
 that were launched before the mark.
 
 A few events are reused in rotation. Events are recorded in order, so waiting for a reused event
-also waits for the work before its earlier mark. The oldest event is reused if it has completed.
-Otherwise the latest event is recorded again. Before the oldest event is reused, its completion is
-published. Otherwise, on a device with a long backlog, other processes might never see that it
-completed.
+also waits for the work before its earlier mark. If the oldest event has completed, its completion
+is published, and the event is reused for the next mark. If the oldest event is still pending, the
+latest event is recorded again instead. Without the publication, other processes might never see
+that an event of a device with a long backlog completed.
 """
 
 from __future__ import annotations

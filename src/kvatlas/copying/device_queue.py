@@ -48,7 +48,7 @@ class AddressRuns(NamedTuple):
 
 
 class AddressPattern(NamedTuple):
-    """Runs between two addresses, without the block ids. Each request supplies its block ids."""
+    """Runs between two addresses, complete except for the block ids that each request supplies."""
 
     source: int
     target: int
@@ -118,7 +118,7 @@ class PreparedRuns(ABC):
 
 
 class _PostedAsRuns(PreparedRuns):
-    """Computes the runs only when a request is posted, for queues that prepare nothing."""
+    """`PreparedRuns` for queues that prepare nothing: `post` computes the runs of a request."""
 
     def __init__(self, queue: DeviceQueue, patterns: Sequence[AddressPattern]) -> None:
         self._queue, self._patterns = queue, patterns

@@ -36,8 +36,8 @@ def copy_file_runs(
 
     `near` are addresses in this process, `far` are file offsets. The direction is memory to file if
     `write` is true, otherwise file to memory. `file` returns the descriptor; it is called before
-    every system call, because the file may be closed in between. Raises `OSError`, also if the file
-    ends before a run does.
+    every system call, because the file may be closed in between. Raises `OSError` if a call fails,
+    or if the file ends before a run does.
     """
     calls = vectored_calls(near, far, length)
     act = _system.pwritev if write else _system.preadv

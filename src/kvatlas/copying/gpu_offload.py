@@ -41,8 +41,9 @@ class GpuOffload:
         block_bytes: Mapping[int, int],
         staging: BlockStaging,
     ) -> None:
-        """`pinned` is true if all host pools are pinned, so that the GPU can access them.
+        """Set up copies between the pools `gpu` and `host`.
 
+        `pinned` is true if all host pools are pinned, so that the GPU can access them.
         `block_bytes` maps each host pool with contiguous blocks to the size of a block in bytes.
         """
         self._gpu, self._host, self.pinned = dict(gpu), dict(host), pinned
@@ -75,7 +76,7 @@ class GpuOffload:
         self._queue.post(runs, **(_OUT if out else _IN)).wait()
 
     def _by_blocks(self, copies: Sequence[Copy], *, out: bool) -> None:
-        """Copy whole blocks through a GPU buffer; a kernel copies the other runs across the link.
+        """Copy whole blocks through a GPU buffer, and all other runs with a kernel across the link.
 
         The direction is GPU to host if `out` is true, otherwise host to GPU. The caller ensures
         that no span (contiguous byte range) crosses a block boundary.

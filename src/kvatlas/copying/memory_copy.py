@@ -106,12 +106,12 @@ def device_of(tensor: Any) -> str:
 
 def _cannot_register(what: str, got: object) -> AtlasError:
     problem = f"{what[0].upper()}{what[1:]} cannot be registered with a transport"
-    hint = "Pass a Cache, or map each pool index to a contiguous array or tensor or a Memory"
+    hint = "Pass a Cache, or map each pool index to a contiguous array or tensor, or to a Memory"
     return AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
 
 
 def find_pool(pools: Mapping[int, Bytes], index: int) -> Bytes:
-    """Return a pool by its index, or raise `out_of_bounds` if it is missing."""
+    """Return the pool with index `index`, or raise `out_of_bounds` if there is none."""
     if index not in pools:
         problem, hint = (
             "The memory of a pool is missing",
@@ -316,7 +316,7 @@ def _no_access(index: int, nbytes: int, given: Mapping[int, Any], held: int | No
         Code.OUT_OF_BOUNDS,
         f"Pool {index} must have {nbytes:,} bytes that this process can access",
         got=got,
-        hint="Map each pool index of the rank to the memory of that pool, or pass carry=",
+        hint="Pass the memory of each pool by pool index, or your own copy function as carry=",
     )
 
 

@@ -1,7 +1,7 @@
 """Gather, scatter and checksum the pools of this node, on the host or on a GPU.
 
 A staged transfer moves a stream in pieces, one buffer at a time. A `PoolMover` copies between the
-buffer and the pools. `HostMover` does so with numpy, and `GpuMover` with a kernel. The buffer of a
+buffer and the pools: `HostMover` with numpy, and `GpuMover` with a kernel. The buffer of a
 `GpuMover` is on the same GPU if the transport can access GPU memory. Otherwise it is in pinned host
 memory, and every piece also crosses the link between GPU and host (a host bounce).
 """

@@ -184,7 +184,7 @@ class _SortedTiles(NamedTuple):
         """
         grid, extent = tiles[0].grid, max(one.extent for one in tiles)
         far = 1 + max(one.source_stop for one in tiles)
-        apart = _blocks(grid.source[spans], grid.destination[spans], extent) * far
+        apart = _span_groups(grid.source[spans], grid.destination[spans], extent) * far
         starts, stops, targets, lengths = [], [], [], []
         for one in tiles:
             at, length = one.grid.source[spans] + apart, one.grid.length[spans]
@@ -305,12 +305,12 @@ def _steps_of(source: bytes, destination: bytes) -> NestedSteps:
     return NestedSteps.of(np.frombuffer(source, np.int64), np.frombuffer(destination, np.int64))
 
 
-def _blocks(source: Int64s, destination: Int64s, extent: int) -> Int64s:
+def _span_groups(source: Int64s, destination: Int64s, extent: int) -> Int64s:
     """Return a group number for each span. Spans that interleave at the source share a number.
 
     A span stands for several runs, which begin within `extent` bytes at the source. Groups are
-    numbered in the order of their destinations, so that neighbours at the destination are in one
-    batch if there is room.
+    numbered in the order of their destinations, so that groups that are adjacent at the destination
+    are in one batch if the batch has room.
     """
     order = np.argsort(source, kind="stable")
     block = np.empty_like(source)

@@ -1,8 +1,8 @@
 """Check that runs are inside byte buffers of this process before any byte is copied.
 
-A copy between addresses does not check them, and numpy counts a negative index from the end of the
-buffer. Public functions therefore check their runs. Runs that come from a route are already
-checked.
+A copy between addresses checks no bounds, and numpy counts a negative index from the end of the
+buffer. Public functions therefore check their runs before they copy. Runs that come from a route
+are already checked.
 """
 
 from __future__ import annotations

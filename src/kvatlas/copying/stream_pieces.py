@@ -1,8 +1,8 @@
 """Copy pieces of streams into and out of pools, and convert them if the route converts.
 
 The source gathers a piece from its pools, and the destination scatters it into the destination's
-pools. If the route converts, either the source or the destination converts each piece. The piece is
-sent in the format of the other one.
+pools. If the route converts, each piece is converted where its format is larger, at the source or
+at the destination, so the smaller format is sent.
 """
 
 from __future__ import annotations

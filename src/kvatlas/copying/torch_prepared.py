@@ -1,10 +1,10 @@
 """Copies prepared for requests that differ only in block ids: write the ids, launch kernels.
 
-Everything else exists before the request arrives: span offsets on the device, pinned memory,
-events, and launches with fixed arguments. Requests that differ only in block ids have the same
-shape. The pinned memory and the events belong to the queue, and requests of all shapes use both in
-rotation. The GPU reads block ids from pinned memory, because an upload of a few kilobytes would
-take longer. Work that can overlap the copy is done after the launch.
+Everything except the block ids exists before the request arrives: span offsets on the device,
+pinned memory, events, and launches with fixed arguments. Requests that differ only in block ids
+have the same shape. The pinned memory and the events belong to the queue, and requests of all
+shapes use both in rotation. The GPU reads block ids from pinned memory, because an upload of a few
+kilobytes would take longer. Work that can overlap the copy is done after the launch.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class LaunchDriver(Protocol):
 
 
 class LaunchQueue(Protocol):
-    """The parts of a queue that prepared launches need."""
+    """The attributes and methods of a queue that prepared launches need."""
 
     lock: threading.Lock
     number: int
@@ -198,7 +198,7 @@ class _TableLaunches:
 
 
 class TorchPreparedRuns(PreparedRuns):
-    """The launches on one queue for requests that differ only in ids. Any thread may use them."""
+    """Prepared launches for requests that differ only in block ids. Any thread may use them."""
 
     def __init__(self, queue: LaunchQueue, patterns: Sequence[AddressPattern]) -> None:
         """Prepare launches that copy `patterns` on `queue`; `fits(patterns)` must be true."""
@@ -247,7 +247,7 @@ class TorchPreparedRuns(PreparedRuns):
         return table.posted
 
     def _make(self, table: RequestTable) -> _TableLaunches:
-        """Build, without running them, the kernel launches that read the block ids in `table`."""
+        """Build the kernel launches that read the block ids in `table`, without running them."""
         pieces = [piece for one in self._groups for piece in one.pieces(table.ids)]
         return _TableLaunches(_copies(self._queue, self._patterns, self._groups, table), pieces)
 

@@ -45,8 +45,9 @@ def whole_numbers(given: Any, what: str, axes: Sequence[int] = (1,)) -> Int64s:
         if booleans:
             got = f"a {type(given).__name__} that contains booleans"
         hint = "Pass ints in a list or a one-dimensional numpy array"
-        one = "an integer or " if 0 in axes else ""
-        problem = f"The {what} must be {one}a one-dimensional array of integers"
+        problem = f"The {what} must be a one-dimensional array of integers"
+        if 0 in axes:
+            problem = f"The {what} must be an integer or a one-dimensional array of integers"
         raise AtlasError(Code.NOT_AN_INTEGER, problem, got=got, hint=hint)
     if array.dtype.kind == "u" and array.size and int(array.max()) > INT64_MAX:
         problem = f"The {what} must not exceed 2**63 - 1"
@@ -150,7 +151,8 @@ def fill_descriptors(
     """Return descriptors: rows (address, length, device).
 
     `parts` are arrays of byte offsets. There is one row for each combination of a start and one
-    entry of each part: its address is `base` plus their sum. `lengths[i]` belongs to `starts[i]`.
+    entry of each array in `parts`. The address of the row is the sum of `base`, the start and
+    these entries. A row with start `starts[i]` has the length `lengths[i]`.
     Starts vary fastest, the first part slowest. The rows of the last parts are computed once as
     a template that fits in the CPU cache. All other rows are the template plus a constant.
 

@@ -132,7 +132,7 @@ class Affine:
         return self.axes.index(axis)
 
     def _unknown(self, axis: str) -> AtlasError:
-        hint = f"Use an axis of this placement: {', '.join(self.axes) or 'it has none'}"
+        hint = f"Use an axis of this placement; its axes are: {', '.join(self.axes) or 'none'}"
         return AtlasError(Code.UNKNOWN_AXIS, got=repr(axis), hint=hint)
 
     def _refuse_overflow(self, stop: int) -> None:

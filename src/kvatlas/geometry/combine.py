@@ -60,7 +60,7 @@ def tile_alike(source: Placement, destination: Placement) -> tuple[Placement, Pl
     """Return both placements with equal tiles: if only one is tiled, the other one is split.
 
     A tiled placement has an axis C, which counts tiles, and an axis c inside a tile. If both are
-    tiled and one tile is a multiple of the other, an axis d counts the small tiles of a large one.
+    tiled and one tile is a multiple of the other, an axis d counts the small tiles of a large tile.
 
     >>> row, tiles = Placement.packed([("C", 8)]), Placement.packed([("C", 2), ("c", 4)])
     >>> tile_alike(row, tiles) == tile_alike(tiles, row) == (tiles, tiles)

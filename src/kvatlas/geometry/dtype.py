@@ -58,8 +58,8 @@ class DType:
             raise AtlasError(Code.UNKNOWN_DTYPE, problem, got=got, hint=hint)
         parts = 1 + self.exponent_bits + self.mantissa_bits
         if self.kind == "float" and parts != self.bits:
-            problem = "The sign, exponent and mantissa bits of a float must add up to its bits"
-            got = f"{self.name} with {parts} bits in its parts and {self.bits} bits in total"
+            problem = "The sign, exponent and mantissa bits of a float must add up to its size"
+            got = f"{self.name} with {parts} such bits, and a size of {self.bits} bits"
             raise AtlasError(Code.UNKNOWN_DTYPE, problem, got=got, hint=hint)
 
     @classmethod
@@ -93,7 +93,10 @@ class DType:
         return -(-elements * self.bits // 8)
 
     def scales(self, elements: int) -> int:
-        """Return the number of block scales for a row; 0 if the type has no block scales."""
+        """Return the number of block scales for a row of `elements` elements.
+
+        The result is 0 if the type has no block scales.
+        """
         return 0 if self.scale is None else -(-elements // self.block)
 
     def decode(self, code: int) -> float:

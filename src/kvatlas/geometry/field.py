@@ -9,8 +9,8 @@ flat field covers must be contiguous.
 
 `Sharding` specifies how tensor parallelism divides a field. One rule covers all cases: an
 axis consists of sections, a section consists of indivisible units (heads, groups), and
-each section is divided separately. Heads are one section. A shared section is replicated
-if there are more ranks than units.
+each section is divided separately. A field that is divided by heads has one section. The units
+of a shared section are replicated if there are more ranks than units.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Along = Literal["H", "N", "C"]
 class ShardRange:
     """A range of `length` rows of a sharded axis that one rank holds.
 
-    The range starts at row `start` of the whole model and at row `local` of the rank.
+    The range starts at row `start` of the axis in the whole model, and at row `local` on the rank.
 
     >>> Sharding.by_heads(8).ranges(tp=2, rank=1)
     (ShardRange(local=0, start=4, length=4),)
@@ -110,17 +110,23 @@ class Sharding:
 
     @classmethod
     def by_heads(cls, heads: int, *, axis: str = "H", shared: bool = True) -> Sharding:
-        """Shard by heads; `shared` heads are replicated if there are more ranks than heads."""
+        """Return the rule that divides a field by heads.
+
+        If `shared` is true, heads are replicated when there are more ranks than heads.
+        """
         return cls(axis, (Section(heads, shared=shared),))
 
     @classmethod
     def by_sections(cls, axis: str, *sections: Section) -> Sharding:
-        """Shard each section separately, such as `q|k|v` or `x|B|C` of a convolution."""
+        """Return the rule that divides each section of `axis` separately.
+
+        The sections are, for example, `q|k|v` or `x|B|C` of a convolution.
+        """
         return cls(axis, sections)
 
     @classmethod
     def replicated(cls) -> Sharding:
-        """Replicate the field on every rank, as for MLA latents."""
+        """Return the rule that replicates a field on every rank, as for MLA latents."""
         return cls(None)
 
     @classmethod
@@ -170,8 +176,7 @@ class Sharding:
     def replicas(self, tp: int) -> int:
         """Return how many of `tp` ranks hold the same row.
 
-        If this number differs between sections, the smallest is returned.
-
+        If this number differs between sections, return the smallest of them.
 
         >>> Sharding.by_heads(2).replicas(8), Sharding.replicated().replicas(8)
         (4, 8)
@@ -252,7 +257,7 @@ class Field:
             problem = f"The ranges of field {self.name} must fill its sharded axis"
             got = (
                 f"ranges of {held} rows that end at row {last}, for axis {self.sharding.axis} "
-                f"of {sharded_size} rows here and {self.sharding.rows} in the model"
+                f"of {sharded_size} rows on this rank and {self.sharding.rows} in the model"
             )
             hint = "Build fields with a spec, or take the ranges from Sharding.ranges"
             raise AtlasError(Code.BAD_FIELD, problem, got=got, hint=hint)
@@ -278,13 +283,13 @@ class Field:
 
     @property
     def padding(self) -> bool:
-        """Whether the field has no content: its name starts with `pad`."""
+        """Whether the field is padding: its name starts with `pad`."""
         return self.name.startswith("pad")
 
     def follows(self, other: Field) -> bool:
         """Return whether the rows of this field directly follow the rows of `other`.
 
-        Both must have the same axes, and contiguous rows.
+        Returns False unless both fields have contiguous rows, and equal axes apart from the row.
 
         >>> cells, one = FieldAxis("N", 4, "C", 8), DType.of("uint8")
         >>> scale = Field("scale", one, (cells, FieldAxis("C", 7, "C")))

@@ -85,7 +85,7 @@ class Layout:
 
     @property
     def heads_outside_pages(self) -> bool:
-        """Whether H is outside L. In BHLNC, the heads of a TP rank are one run per block."""
+        """Whether H is outside L, so that the same heads of several layers may be contiguous."""
         return self.outside("H", "L")
 
     @property

@@ -19,7 +19,6 @@ class Steps(NamedTuple):
     Consecutive offsets are `source` bytes apart in the source, and `destination` bytes apart in
     the destination.
 
-
     >>> NestedSteps.of(np.array([0, 8, 16]), np.array([0, 5, 10])).steps
     (Steps(times=3, source=8, destination=5),)
     """

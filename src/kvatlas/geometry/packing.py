@@ -137,7 +137,7 @@ def _packed_axes(memory: Sizes, step: int, order: Sequence[str]) -> tuple[FieldA
     """Return the field axes of a dense array of bytes, listed in `order`.
 
     `memory` lists the sizes of the axes in memory order. The returned axes count bytes along the
-    page axis C. The innermost one has a step of `step` bytes.
+    page axis C. The innermost axis has a step of `step` bytes.
     """
     packed = {}
     for axis, size in reversed(memory):

@@ -57,7 +57,8 @@ class Page:
             raise AtlasError(Code.BAD_FIELD, problem, got=repr(self.fields)[:100], hint=hint)
         names = [field.name for field in self.fields]
         if len(set(names)) < len(names):
-            problem, hint = "The fields of a page must have different names", "Rename one of them"
+            problem = "The fields of a page must have different names"
+            hint = "Rename one of the fields"
             raise AtlasError(Code.BAD_FIELD, problem, got=names, hint=hint)
         alone = self.place("LBHNC", pages=1, blocks=1)
         validate({name: self.view(alone, name) for name in names}, size=self.unpadded)
@@ -167,7 +168,7 @@ class Page:
         cells = self._cells
         if placement.item != 1 or any(placement.size(a) != n for a, n in cells.items()):
             problem = "The placement must cover whole pages, with items of 1 byte"
-            hint = "Pass the result of Page.place; narrow and fold the view instead"
+            hint = "Pass the result of Page.place, and narrow or fold the view of the field instead"
             got = f"{placement} for a page of {cells}"
             raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
         self._refuse_gaps(field, placement)

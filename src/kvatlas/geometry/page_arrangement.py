@@ -108,11 +108,11 @@ def pack_positions(
     blocks: int,
     width: int,
 ) -> list[tuple[int, PoolPosition]]:
-    """Return (number of pages, position) of each region needed for `count` small pages.
+    """Return (number of pages, position) of each region that stores some of `count` small pages.
 
-    The pages are stored in larger page slots, `pack` in each; `shared` is the position of the
-    slots. In layouts that start with B, all pages are in one region, along
-    axis L. In other layouts, each slot is a separate region with up to `pack` pages per block.
+    The pages are stored in larger page slots, `pack` pages in each slot. `shared` is the position
+    of the slots. In layouts that start with B, all pages are in one region, along axis L. In other
+    layouts, each slot is a separate region with up to `pack` pages per block.
     """
     if layout.block_outermost:
         pack_pages = PageSet(page, count, page.nbytes)

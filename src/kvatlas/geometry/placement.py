@@ -168,7 +168,7 @@ class Placement(Affine):
         return self.replace_axes(place, place + 1, outer, (into[1], inner, stride))
 
     def fold(self, outer: str, inner: str, *, into: str | None = None) -> Placement:
-        """Fold two axes into one. One step of `outer` must span exactly all of `inner`.
+        """Fold two axes into one. The stride of `outer` must equal the extent of `inner`.
 
         >>> Placement.packed([("H", 2), ("N", 4), ("C", 8)]).fold("H", "N")
         Placement(H*N=8:8, C=8:1, offset=0, item=1)

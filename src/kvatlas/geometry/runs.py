@@ -37,8 +37,8 @@ class Folded(NamedTuple):
 def is_nested(sizes: Sequence[int], strides: Sequence[int], item: int, *, apart: bool) -> bool:
     """Return whether every stride is at least the extent of all axes with smaller strides.
 
-    Then no two coordinates share a byte. If `apart` is true, every stride must be larger than
-    that extent, so that no two items are adjacent either.
+    If the result is true, no two coordinates share a byte. If `apart` is true, every stride must
+    be larger than that extent, so that no two items are adjacent either.
 
     >>> is_nested((3, 4), (8, 2), 2, apart=False), is_nested((3, 4), (8, 2), 2, apart=True)
     (True, False)

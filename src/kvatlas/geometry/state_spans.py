@@ -46,11 +46,11 @@ class StateBlocks(NamedTuple):
     ring: bool = False
 
     def overlaps(self, other: StateBlocks) -> bool:
-        """Return whether any state of the request is stored both here and in `other`."""
+        """Return whether `self` and `other` store any common state of the request."""
         return self.first_common(other) is not None
 
     def first_common(self, other: StateBlocks) -> int | None:
-        """Return the index of the first state that both ends store; None if there is none."""
+        """Return the first state that `self` and `other` both store; None if there is none."""
         for end in (self, other):
             if not 0 <= end.residue < end.every or end.states < 1 or end.split < 1:
                 problem = "StateBlocks needs states >= 1, split >= 1 and a residue in 0..every-1"
@@ -62,7 +62,7 @@ class StateBlocks(NamedTuple):
     def locate(self, local: Int64s) -> SpanStarts:
         """Return the position of each state: table entry, kernel block, index in the kernel block.
 
-        `local` contains the indices of the states among the states that this end stores.
+        `local[i]` is the index of a state among the states that are stored in these blocks.
 
         >>> StateBlocks(12, ring=True).locate(np.array([8, 12, 29]))
         SpanStarts(entry=array([0, 0, 0]), kernel=array([0, 0, 0]), state=array([8, 0, 5]))
@@ -226,8 +226,8 @@ class CommonStates(NamedTuple):
 def _block_starts(ends: list[tuple[int, int]], count: int) -> Int64s:
     """Return where to cut states 0 .. count - 1 so that no span crosses a kernel block boundary.
 
-    The result lists the first state of each span, ascending. `ends` contains a tuple for
-    the source and one for the destination: (states per kernel block, number of state 0 there).
+    The result lists the first state of each span, ascending. `ends` contains a tuple for the
+    source and one for the destination: (states per kernel block, number of state 0 at this end).
     """
     (small, first), (large, second) = sorted((size, -at % size) for size, at in ends)
     starts = np.arange(first, count, small)

@@ -80,7 +80,7 @@ class StridedRuns(NamedTuple):
         return cls(block, kernel, state, fold.sizes, strides, offsets, fold.item)
 
     def shift(self, source: int, destination: int) -> StridedRuns:
-        """Add `source` bytes to the source offset, `destination` to the destination offset."""
+        """Add `source` bytes to the source offset, and `destination` bytes to the destination's."""
         at = (self.offsets[0] + source, self.offsets[1] + destination)
         return StridedRuns(*self[:5], at, self.item)
 

@@ -88,7 +88,7 @@ def _refuse_shared_bytes(parts: Mapping[str, Placement]) -> None:
         if clash.size:
             first = int(clash[0])
             one, other = (names[owner] for owner in owners[first : first + 2])
-            hint = "Move or shrink one of them; validate groups that overlay each other separately"
+            hint = "Move or shrink one of the two; validate overlaid groups separately"
             got = f"{one} and {other} at byte {starts[first + 1]}"
             raise AtlasError(Code.OVERLAP, got=got, hint=hint)
 

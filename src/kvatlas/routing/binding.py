@@ -62,9 +62,9 @@ class Starts:
         return self.destination if end else self.source
 
     def touch(self, near: int, far: int) -> bool:
-        """Return whether any two successive starts have the given distances, in bytes.
+        """Return whether two successive starts have the given distances in bytes.
 
-        `near` is the distance in the destination, `far` the distance in the source.
+        `near` is their distance in the destination, `far` their distance in the source.
         """
         return bool(((np.diff(self.destination) == near) & (np.diff(self.source) == far)).any())
 
@@ -166,7 +166,7 @@ class RepeatedRuns(NamedTuple):
     """Cache of derived values: the results of `in_states` and `part`, and spans of requests."""
 
     def in_states(self, count: int) -> Starts | None:
-        """Return the starts for `count` consecutive states; None if these are too many starts.
+        """Return the starts for `count` consecutive states; None if there would be too many.
 
         Repeated calls return the same object, so that a device can cache it.
         """
@@ -184,7 +184,7 @@ class RepeatedRuns(NamedTuple):
         return made
 
     def part(self, first: int, stop: int) -> RepeatedRuns:
-        """Return the runs of starts number `first` to `stop - 1`; cached."""
+        """Return the runs at starts `first .. stop - 1`; the result is cached."""
         key = range(first, stop)
         if key not in self.kept:
             starts, some = self.starts, slice(first, stop)
@@ -199,7 +199,7 @@ class CompiledPair(NamedTuple):
     """The runs that copy the states of a source group to a destination group, for any block ids.
 
     `states` are the runs that copy one state, usually a token. `whole` are the longer runs that
-    copy a cell: all states of a kernel block, or of several contiguous ones. `whole` is empty if
+    copy a cell: all states of one or several contiguous kernel blocks. `whole` is empty if
     the cells of source and destination have different numbers of states.
     """
 
@@ -212,7 +212,7 @@ def compile_pair(pair: GroupPair, strips: Sequence[StridedRuns]) -> CompiledPair
     """Compile the runs between two groups, given as strips (`StridedRuns`).
 
     The result has runs for single states and, if possible, for cells. A cell is a kernel block, or
-    several contiguous ones.
+    several contiguous kernel blocks.
     """
     source, destination = pair.cells
     fold = pair.per_state is not None and source.states == destination.states
@@ -262,7 +262,7 @@ class Runs(NamedTuple):
 def ranges(compiled: CompiledPair, bound: BoundStates) -> Iterator[Runs]:
     """Yield the runs that copy the states `bound` from a source group to a destination group."""
     for runs, part, whole in _folded(compiled, bound):
-        stretches = _Stretches(part, whole=whole)
+        stretches = _ByteRanges(part, whole=whole)
         for strip, starts, _ in runs:
             yield _all_sums(starts, *stretches.of(strip))
 
@@ -275,7 +275,7 @@ def count_ranges(compiled: CompiledPair, bound: BoundStates, cuts: int) -> int:
     """
     count = 0
     for runs, part, whole in _folded(compiled, bound):
-        stretches, length = _Stretches(part, whole=whole), part.states.length
+        stretches, length = _ByteRanges(part, whole=whole), part.states.length
         for strip, starts, _ in runs:
             if whole or strip.gapless:
                 joined = len(stretches.of(strip)[0])
@@ -291,8 +291,8 @@ def _folded(
 ) -> Iterator[tuple[list[RepeatedRuns], BoundStates, bool]]:
     """Divide bound states into those that fill whole cells and the rest.
 
-    A cell is a kernel block, or several contiguous ones. Yield (runs, states, whole) for both;
-    `whole` is true for whole cells, which have longer runs.
+    A cell is a kernel block, or several contiguous kernel blocks. Yield (runs, states, True) for
+    whole cells, which have longer runs, and (runs, states, False) for the rest.
     """
     if compiled.whole:
         full = bound.states.length == compiled.pair.cells[0].states
@@ -305,8 +305,8 @@ def _folded(
     yield compiled.states, bound, False
 
 
-class _Stretches:
-    """Computes the byte ranges of bound states; strips with equal strides and items share them."""
+class _ByteRanges:
+    """Computes byte ranges of bound states, once for all strips with equal strides and items."""
 
     def __init__(self, bound: BoundStates, *, whole: bool) -> None:
         self._bound, self._whole = bound, whole

@@ -1,7 +1,7 @@
 """`CompiledRoute`: the runs of a route, compiled on first use and cached.
 
-There are three kinds: runs that copy bytes, boxes (`ConvertedBox`) for conversions of rows, and
-runs that cast elements.
+A route without a conversion has runs that copy bytes. A converting route has boxes
+(`ConvertedBox`) and, if elements can be converted one by one, runs that cast elements.
 """
 
 from __future__ import annotations

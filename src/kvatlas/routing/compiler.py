@@ -163,11 +163,10 @@ class Compiler:
 
     @cached_property
     def _alike(self) -> dict[Layers, str]:
-        """The layer from which each tuple of layers reuses its strips.
+        """For each tuple of layers, one layer whose strips all of them use.
 
-        The layers of a tuple are those that share their regions in the source plan and in the
-        destination plan. The layer from which they reuse strips has the same `_form`; it may be in
-        another tuple.
+        A tuple contains the layers that share their regions in the source plan and in the
+        destination plan. Tuples of layers with the same `_form` use the strips of the same layer.
         """
         alike: dict[object, list[str]] = defaultdict(list)
         for name, seen in self.visibilities.items():
@@ -223,7 +222,7 @@ class Compiler:
         """Yield each row range of a layer that a rank needs, with the source ranks that hold it."""
         for index, part in enumerate(self.destination.parts[layer]):
             for name, view in self.fields_chosen_by(layer, part).items():
-                cells = _dealt_out(view.cells, self.destination, layer, destination_tp_rank)
+                cells = _held_by_rank(view.cells, self.destination, layer, destination_tp_rank)
                 key = layer, name, cells
                 if key not in self._held:
                     self._held[key] = list(self._sources(*key))
@@ -240,7 +239,7 @@ class Compiler:
         for index, part in enumerate(self.source.parts[layer]):
             view = self.source.views(layer, part)[field]
             for rank in range(self.source.plan.tp):
-                cells = _dealt_out(view.cells, self.source, layer, rank)
+                cells = _held_by_rank(view.cells, self.source, layer, rank)
                 if cells.overlaps(needed):
                     for held in self.source.ranges(view.field.sharding, part, rank):
                         yield SourceShard(rank, index, held.local, cells), held
@@ -250,7 +249,7 @@ class Compiler:
     def _strip(self, layer: str, needed: NeededShard) -> StridedRuns:
         """Return the runs that copy a shard from page 0 of the source to page 0 of the destination.
 
-        The runs include padding after the field if it would otherwise split consecutive states.
+        The runs include the padding after the field if padding is copied with this field.
         """
         ends = (
             (self.source, self.source.parts[layer][needed.sources[0].part]),
@@ -292,7 +291,7 @@ def _merged(strips: Iterable[StripPages]) -> tuple[StridedRuns, ...]:
     return tuple(merge_runs(strip.shift(*page) for strip, pages in strips for page in pages))
 
 
-def _dealt_out(cells: StateBlocks, end: PlanEnd, layer: str, tp_rank: int) -> StateBlocks:
+def _held_by_rank(cells: StateBlocks, end: PlanEnd, layer: str, tp_rank: int) -> StateBlocks:
     """Return `cells`, restricted to the states of a layer that one rank holds.
 
     With context parallelism, each rank holds every n-th state of an attention layer. Recurrent

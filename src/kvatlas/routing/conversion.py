@@ -86,7 +86,7 @@ def row_error(source: str, destination: str) -> RowError:
 
 @dataclass(frozen=True)
 class FormatChange:
-    """A pair of formats, the number of layers to convert, and how and at which end to convert."""
+    """A pair of formats, the number of layers to convert, and how and where to convert them."""
 
     source: str
     destination: str
@@ -194,7 +194,7 @@ def conversion_between(
     convert: object,
     scales: tuple[Any, Any],
 ) -> Conversion:
-    """Return the requested conversion; raise an error unless it is the one that the plans need.
+    """Return the requested conversion; raise an error if the plans need a different conversion.
 
     `scales` holds the scales of the source and of the destination.
     """
@@ -274,10 +274,10 @@ def refuse_rescaling(
     *,
     both: bool = False,
 ) -> None:
-    """Raise an error if a layer that is copied unchanged has other scales at the destination.
+    """Raise an error if a layer that is copied unchanged has different scales at the two ends.
 
-    `scales` holds the scales of the source and of the destination. A layer whose scales are known
-    at one end only is accepted, unless `both` is true.
+    `scales` holds the scales of the source and of the destination. If the scales of a layer are
+    known at one end only, the layer is accepted, unless `both` is true.
     """
     mine, theirs = (
         tensor_scales(given, specs)

@@ -71,7 +71,7 @@ class ConvertedSection(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """Number of states per chunk, for which runs are computed together."""
+        """Number of states per chunk. The runs of a chunk are computed together."""
         return max(1, _CHUNK // max(end.nbytes for end in self.box.ends))
 
 
@@ -221,7 +221,7 @@ class ConvertedStream:
         """
         nbytes, start = positive(nbytes, "the piece size"), 0
         while start < self.nbytes:
-            stop = self._whole(min(start + nbytes, self.nbytes))
+            stop = self._cell_boundary(min(start + nbytes, self.nbytes))
             if stop == start:
                 problem = "A piece of the transfer must be at least as large as one cell"
                 hint = "Pass a larger piece= at both nodes"
@@ -287,18 +287,18 @@ class ConvertedStream:
         copy = Copy(pool, CELLS, copy.source, order, copy.length)
         return StreamChunk(index, first, copy, np.cumsum(copy.length))
 
-    def _whole(self, place: int) -> int:
-        """Return the last cell boundary at or before a position in the stream, in bytes."""
-        index = bisect_right(self._ends, place)
+    def _cell_boundary(self, position: int) -> int:
+        """Return the last cell boundary at or before a byte position in the stream."""
+        index = bisect_right(self._ends, position)
         if index == len(self._ends):
             return self.nbytes
         section = self.sections[index]
         base = self._ends[index] - section.nbytes
-        return place - (place - base) % section.box.unit(section.box.wire)
+        return position - (position - base) % section.box.unit(section.box.wire)
 
     def _checked(self, start: Any, stop: Any) -> tuple[int, int]:
         start, stop = checked_range(start, stop, self.nbytes)
-        if (self._whole(start), self._whole(stop)) != (start, stop):
+        if (self._cell_boundary(start), self._cell_boundary(stop)) != (start, stop):
             problem = "A range must start and end at cell boundaries"
             got = f"start {start}, stop {stop}"
             hint = "Use the ranges that ConvertedStream.spans yields"

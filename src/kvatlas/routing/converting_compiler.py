@@ -54,7 +54,7 @@ class ConvertedBox(NamedTuple):
         return self.copied or all(end.cell.by_element for end in self.ends)
 
     def unit(self, end: int) -> int:
-        """Return the bytes of a cell at `end` (0: source, 1: destination); 1 if not converted."""
+        """Return the bytes of a cell at `end` (0: source, 1: destination); 1 without conversion."""
         return 1 if self.copied else self.ends[end].cell.nbytes
 
 
@@ -102,7 +102,7 @@ class ConvertingCompiler(Compiler):
         return self.conversion.cells[layer, field if self._recurrent(layer) else "rows"]
 
     def of_field(self, layer: str, needed: NeededShard, field: str) -> NeededShard:
-        """Return the same rows of another field, whose states may be grouped differently."""
+        """Return `needed` for the same rows of `field`, whose block sizes may be different."""
         (chosen,) = needed.sources
         here = self.source.views(layer, self.source.parts[layer][chosen.part])[field]
         there = self.destination.views(layer, self.destination.parts[layer][needed.part])[field]
@@ -160,7 +160,7 @@ class ConvertingCompiler(Compiler):
         local: int,
         cells: StateBlocks,
     ) -> BoxEnd:
-        """Return the source or the destination of a box, which `end` selects."""
+        """Return one end of a box. `end` is the plan at this end: the source or the destination."""
         layer_bytes = cell.nbytes * int(np.prod([size for _, size in axes]))
         strips: dict[StateBlocks, list[StridedRuns]] = defaultdict(list)
         views = end.views(names[0], part)

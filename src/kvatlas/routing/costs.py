@@ -34,7 +34,7 @@ class Costs:
         rates = (self.wire, self.copy, self.piece)
         if not all(np.isfinite(rate) and rate > 0 for rate in rates) or not self.descriptor >= 0:
             problem = (
-                "`wire`, `copy`, `piece` must be positive, and `descriptor` must not be negative"
+                "`wire`, `copy` and `piece` must be positive, and `descriptor` must not be negative"
             )
             hint = "Pass measured values, or omit them to use the defaults"
             raise AtlasError(Code.BAD_SIZE, problem, got=self, hint=hint)
@@ -46,7 +46,7 @@ class Costs:
     def staged(self, nbytes: int) -> float:
         """Estimate the seconds of a transfer that gathers, sends large pieces and scatters.
 
-        One end gathers a piece while the other receives and scatters the previous one.
+        The source gathers a piece while the destination receives and scatters the previous piece.
         """
         pieces = -(-nbytes // self.piece)
         received = nbytes / self.wire + nbytes / self.copy

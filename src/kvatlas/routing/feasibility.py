@@ -47,7 +47,7 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether the caches can be copied: there are no reasons against it."""
+        """Whether the caches can be copied, that is, whether `reasons` is empty."""
         return not self.reasons
 
     @property

@@ -40,7 +40,7 @@ class RegionForm(NamedTuple):
 class FieldView(NamedTuple):
     """The placement of a field in page 0 of a region, the same on every rank of a stage.
 
-    A region contains the pages of several layers, and page 0 is the first of them.
+    A region contains the pages of several layers, and page 0 is the first page.
     """
 
     field: Field
@@ -67,16 +67,20 @@ class PlanEnd:
         return {layer.name: layer.spec for r in self.plan.regions for layer in r.layers}
 
     def page_offsets(self, part: LayerPart, field: str) -> Mapping[str, int]:
-        """Return the byte offset of a field in each layer's page from the field in page 0.
+        """Return, by layer, how many bytes its page's field is after the same field of page 0.
 
-        Layers of a region that have other parts of a state are left out.
+        Page 0 is the first page of the region that holds `part`. Layers of the region that hold
+        other parts of a state are left out.
         """
         apart = self.region(part).apart
         return self._page_offsets[part.region, field if apart else ""][part.part]
 
     @cached_property
     def _page_offsets(self) -> dict[tuple[int, str], dict[int, dict[str, int]]]:
-        """Offsets of pages by region, then part, then layer; by field if fields are apart."""
+        """The result of `page_offsets` by (region, field), then part, then layer.
+
+        The field is an empty string unless the fields of the region are stored apart.
+        """
         offsets: dict[tuple[int, str], dict[int, dict[str, int]]] = {}
         for index, region in enumerate(self.plan.regions):
             for name, placed in self._placements[index].items():

@@ -85,7 +85,7 @@ class DescriptorGrid(NamedTuple):
         return [self.runs.starts.at(end), kernel, chunk]
 
     def indices(self, end: int, spots: SpanStarts, ids: Int64s, blocks: int) -> Int64s:
-        """Return the descriptor indices of some chunks: first all of run 0, then all of run 1, ...
+        """Return the descriptor indices of some chunks: all chunks for run 0, then for run 1, ...
 
         The indices refer to `PreparedRoute.source` if `end` is 0, else to `.destination`.
         Chunk i is chunk `spots.kernel[i]` of block `ids[i]`. The pool has `blocks` blocks.

@@ -57,7 +57,7 @@ class RequestEnds:
         return states
 
     def _alike(self, pair: GroupPair) -> bool:
-        """Return whether source and destination use one block table in the same way."""
+        """Return whether a pair has the same block table and states at source and destination."""
         return (
             self.source is self.destination
             and pair.groups[0] == pair.groups[1]
@@ -95,10 +95,10 @@ class RequestEnds:
         return CommonStates(blocks, 1, (source, destination), (1, 1))
 
     def _ring(self, pair: GroupPair, chunk: int) -> CommonStates:
-        """Return a ring's rows for the last group of tokens, extended to chunks of `chunk` states.
+        """Return the states of a ring to copy, extended to whole chunks of `chunk` states.
 
-        The rows are needed even if the group is complete, because an engine may compute the last
-        token again.
+        The states are needed even if the last token completes its group of tokens, because an
+        engine may compute the last token again.
         """
         first, stop = ring_states(pair.visibility, self.start, self.stop)
         if first < stop:

@@ -98,7 +98,10 @@ class Route:
         )
 
     def compile(self, *, source_rank: int, destination_rank: int) -> int:
-        """Compile one pair of ranks before its first transfer, and return the number of strips."""
+        """Compile the copy between two ranks before its first transfer.
+
+        Return the number of compiled runs per state, or of boxes if the route converts.
+        """
         source_rank = self._checked_source(source_rank, destination_rank)
         if self._converter is not None:
             return len(
@@ -217,7 +220,7 @@ class Route:
     ) -> dict[int, tuple[Int64s, Int64s]]:
         """Return (starts, lengths) of all bytes that must arrive at a destination rank, by pool.
 
-        They include the padding that the route copies.
+        These bytes include the padding that the route copies.
 
         The result depends only on the two plans, so a receiver can compare it with the bytes that
         arrived: a block is ready when all its bytes have arrived. A layer with a window needs all

@@ -151,7 +151,7 @@ class Stream:
 
     @cached_property
     def runs(self) -> int:
-        """Upper bound on the number of runs of the stream; adjacent ones may count separately."""
+        """Upper bound on the number of runs of the stream; adjacent runs may count separately."""
         return sum(map(self._count, self._sections))
 
     @property

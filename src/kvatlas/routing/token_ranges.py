@@ -48,9 +48,10 @@ def needed_states(visibility: Visibility, per_state: int, start: int, stop: int)
 
 
 def ring_states(visibility: Visibility, start: int, stop: int) -> tuple[int, int]:
-    """Return (first, stop) of the tokens whose ring rows are copied.
+    """Return (first, stop) of the tokens whose rows in a ring are copied.
 
-    These are the tokens of the group that contains the last token.
+    A ring stores the tokens of one group. The copied tokens are those of the range that are in the
+    same group as its last token.
 
     >>> group = Visibility(chunk=4)
     >>> ring_states(group, 0, 11), ring_states(group, 0, 12), ring_states(group, 10, 12)
@@ -62,8 +63,8 @@ def ring_states(visibility: Visibility, start: int, stop: int) -> tuple[int, int
 def shared_visibility(source: Plan, destination: Plan, layer: str) -> Visibility:
     """Return the `Visibility` that determines which tokens of a layer must be copied.
 
-    If both plans keep all tokens, all are copied. Otherwise the visibility of the destination's
-    spec applies, such as its window.
+    If both plans keep all tokens of the layer, all tokens are copied. Otherwise the visibility in
+    the destination's spec, such as its window, applies.
 
     >>> from kvatlas.planning import plan
     >>> prefill, decode = (plan("gpt-oss-20b", memory="20GiB", tp=tp) for tp in (1, 2))

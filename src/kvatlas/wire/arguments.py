@@ -68,9 +68,8 @@ def check_new_request(request: Any, known: Mapping[str, object]) -> None:
 def text_list(given: Iterable[str], what: str) -> tuple[str, ...]:
     """Return a list of strings as a tuple without duplicates.
 
-    Raise `bad_config` if a single string is passed instead of a list.
-
-    `what` names the list in the error message.
+    Raise `bad_config` for anything else, such as a single string. `what` is the name of the list
+    in the error message.
 
     >>> text_list(["a", "b", "a"], "endpoints")
     ('a', 'b')

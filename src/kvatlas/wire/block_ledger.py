@@ -3,7 +3,7 @@
 A block is free, offered (any number of offers and pushes read it), being filled by one pull,
 expected (one push will fill it), or quarantined (a failed pull may still write to it). Every
 operation of a node claims its blocks first, and fails with `blocks_in_use` if another claim
-conflicts. Each claim has a generation, so an old owner cannot release the claim of a newer one.
+conflicts. Each claim has a generation, so an old owner cannot release a newer owner's claim.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class BlockClaim:
 
     @property
     def shared(self) -> bool:
-        """Whether offers and pushes may use these blocks at the same time."""
+        """Whether other offers and pushes may claim the same blocks."""
         return self.use == "offered"
 
     def quarantine(self) -> None:
@@ -173,7 +173,7 @@ class BlockLedger:
                 raise self._in_use(pool, ids[taken])
 
     def _existing(self, pool: int, ids: Int64s) -> Int64s:
-        """Return the ids that are in the pool's range. The route reports invalid ids later."""
+        """Return those `ids` that are in the pool's range. The route reports the others later."""
         if len(ids) and (ids.min() < 0 or ids.max() >= len(self._state[pool])):
             return ids[(ids >= 0) & (ids < len(self._state[pool]))]
         return ids

@@ -43,7 +43,7 @@ class ByteRanges(NamedTuple):
 
     @classmethod
     def of(cls, starts: Int64s, stops: Int64s, gap: int = 0) -> ByteRanges:
-        """Sort ranges, and join those with at most `gap` bytes between them."""
+        """Return the sorted ranges; ranges with at most `gap` bytes between them are joined."""
         order = np.argsort(starts, kind="stable")
         starts, stops = starts[order], np.maximum.accumulate(stops[order])
         first = np.flatnonzero(np.append(True, starts[1:] - stops[:-1] > gap))

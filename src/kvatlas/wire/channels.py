@@ -1,10 +1,9 @@
 """The client end of the side channel, over which nodes exchange control messages.
 
-Connections to peers stay open for the next question.
-
 A connection carries one question at a time, so an answer always belongs to the question before it.
-A connection whose question timed out is closed. When a peer dies, its connections end, so the loss
-is noticed at once, even on idle connections.
+After the answer, the connection stays open for the next question. A connection whose question timed
+out is closed. When a peer dies, its connections end, so the node notices the loss at once, even on
+idle connections.
 """
 
 from __future__ import annotations
@@ -91,9 +90,9 @@ class Channels:
     ) -> Any:
         """Return the peer's answer, or raise the error it sent, by `deadline` (monotonic clock).
 
-        Raise `bad_handshake` for an answer that is not of a type `expected`.
-        A busy peer is asked again after the delay that it requests, while there is time. `check` is
-        called while the answer is awaited, and ends the wait if it raises an error.
+        Raise `bad_handshake` for an answer whose type is not in `expected`. A busy peer is asked
+        again after the delay that it requests, until the deadline. `check` is called during the
+        wait for the answer; an error that it raises ends the wait.
         """
         self._process.check()
         payload = encoding.encode(message)
@@ -124,7 +123,7 @@ class Channels:
             return pool.lost
 
     def has_idle(self, endpoint: str) -> bool:
-        """Whether an idle connection is open. It would have ended if the peer had exited."""
+        """Whether an idle connection is open. If so, the process at the endpoint has not exited."""
         with self._lock:
             return bool(self._pools[endpoint].idle)
 
@@ -140,7 +139,7 @@ class Channels:
                 self._drop_ended(pool)
 
     def close(self) -> None:
-        """Stop asking questions. Idle connections close now, others after their next answer.
+        """Close idle connections now, and all others after the answer that they wait for.
 
         A call in a forked child has no effect.
         """
@@ -166,8 +165,8 @@ class Channels:
     ) -> Any:
         """Send a question, and return its answer.
 
-        If the peer had closed an idle connection, a repeatable question is sent again over a new
-        connection.
+        If it turns out that the peer has closed an idle connection, a repeatable question is sent
+        again over a new connection.
         """
         for last in (not repeatable, True):
             connection, kept = self._take(endpoint, deadline)
@@ -192,7 +191,7 @@ class Channels:
         raise AssertionError  # the second turn returns or raises
 
     def _take(self, endpoint: str, deadline: float) -> tuple[Connection, bool]:
-        """Return (connection for one question, whether it was used before)."""
+        """Return a connection for one question, and whether an earlier question used it."""
         with self._lock:
             pool = self._pools[endpoint]
         if not pool.turns.acquire(timeout=max(0.0, deadline - time.monotonic())):
@@ -278,7 +277,7 @@ class Channels:
 
 
 class PeerMonitor:
-    """Detects that a peer has died since the monitor was made. Cheap enough for every poll."""
+    """Detects that a peer has died since the monitor was made. `check` is cheap."""
 
     def __init__(self, channels: Channels, endpoint: str, lost: int) -> None:
         self._channels, self._endpoint, self._lost = channels, endpoint, lost
@@ -295,7 +294,7 @@ class PeerMonitor:
 
 
 def _is_unreadable(answer: Any) -> bool:
-    """Whether the peer may not have understood a question."""
+    """Whether an answer is an error of a peer that may not have understood the question."""
     return isinstance(answer, protocol.Refusal) and answer.code == Code.BAD_HANDSHAKE
 
 

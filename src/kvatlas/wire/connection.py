@@ -48,7 +48,7 @@ class Connection:
         self._arrived = bytearray()
 
     def send(self, payload: bytes, deadline: float) -> None:
-        """Send a whole frame by `deadline` (monotonic clock), or raise."""
+        """Send a whole frame by `deadline` (monotonic clock), or raise an error."""
         frame = memoryview(_LENGTH.pack(len(payload)) + payload)
         while frame:
             self._set_timeout(min(_WAIT_SECONDS, seconds_left(deadline)))
@@ -59,7 +59,8 @@ class Connection:
         """Return the next frame. Raise EOFError if the peer closes the connection.
 
         Without a deadline, wait indefinitely for the first byte of the frame. The rest must then
-        arrive within `FRAME_SECONDS`. `check` is called while nothing arrives, and may raise.
+        arrive within `FRAME_SECONDS`. `check` is called while nothing arrives; an error that it
+        raises ends the wait.
         """
         arrived = self._arrived
         while (missing := self._missing()) > 0:

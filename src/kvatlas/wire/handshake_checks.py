@@ -154,7 +154,7 @@ def checked_peer(
     if len(memory) < len(hello.memory):
         raise bad_handshake("a region that is listed twice")
     if set(memory) == {STAGING}:  # its pools are private: peers reach staging buffers only
-        _check_places(memory)
+        _check_disjoint(memory)
         if not memory[STAGING].nbytes:  # each peer gets its own buffers when it borrows some
             del memory[STAGING]
     else:
@@ -216,14 +216,14 @@ def check_memory(plan: Plan, rank: int, memory: Mapping[int, Memory]) -> None:
             expected = f"expected a multiple of {ALIGNMENT} above 0"
             raise bad_handshake(f"pool {index} at address {address:#x}, {expected}")
         if pool.segments is not msgspec.UNSET:
-            problem = "A wire needs each pool in one allocation"
+            problem = "A node needs each pool in one allocation"
             got = f"pool {index} with {len(pool.segments)} segments"
             hint = "Allocate the engine's tensors of a pool in one buffer, and describe that buffer"
             raise AtlasError(Code.BAD_PLAN, problem, got=got, hint=hint)
-    _check_places(memory)
+    _check_disjoint(memory)
 
 
-def _check_places(memory: Mapping[int, Memory]) -> None:
+def _check_disjoint(memory: Mapping[int, Memory]) -> None:
     """Raise an error for memory regions that overlap."""
     placed = sorted(memory.values(), key=lambda region: (region.device, region.address))
     for one, two in pairwise(placed):

@@ -129,7 +129,7 @@ class Lease:
         return self.loan
 
     def check_all_gathered(self) -> None:
-        """Raise an error if this process has gathered fewer bytes than the stream has."""
+        """Raise an error unless this node has gathered every byte of the stream."""
         if self.gathered != self.stream.nbytes:
             raise bad_handshake(
                 f"{self.gathered:,} of {self.stream.nbytes:,} bytes",
@@ -175,7 +175,7 @@ class Lease:
         return source_ranges(self.stream)
 
     def _readable(self, region: int) -> ByteRanges | None:
-        """Return the byte ranges of a memory region that the peer may read; None for no range."""
+        """Return the byte ranges of a memory region that the peer may read; None if it may not."""
         if region != STAGING:
             return self._stream_ranges.get(region)
         if self.reclaimed:

@@ -53,7 +53,10 @@ class WrittenLayers:
             return len(self._written) == len(self._names)
 
     def wait(self, layer: str, timeout: float) -> tuple[bool, int | None]:
-        """Wait up to `timeout` until the layer is written. Return (written, its GPU event)."""
+        """Wait up to `timeout` seconds until a layer is written.
+
+        Return whether the layer is written, and the GPU event after its kernels, if any.
+        """
         with self._changed:
             written = self._changed.wait_for(lambda: layer in self._written, timeout)
             return written, self._written.get(layer)
@@ -61,7 +64,7 @@ class WrittenLayers:
 
 @dataclass
 class Offer:
-    """Blocks of a request's tokens, kept unchanged until they are read or the offer expires."""
+    """Blocks of a request that stay unchanged until peers have read them or the offer expires."""
 
     request: str
     blocks: Mapping[int, Int64s]
@@ -161,9 +164,9 @@ class Offer:
         raise AtlasError(Code.BAD_TOKENS, problem, got=(start, stop), hint=hint)
 
     def _overwritten(self, stop: int, plan: Plan) -> str:
-        """Return a layer whose ring lacks rows needed after `stop` tokens, or an empty string.
+        """Return the name of a layer whose ring lacks rows that are needed after `stop` tokens.
 
-        The ring has the rows of the last offered tokens.
+        Return an empty string if there is none. A ring has the rows of the last offered tokens.
         """
         for name, ring in plan.rings.items():
             if int(ring.visibility.first(stop)) < min(stop, self.stop - ring.rows):

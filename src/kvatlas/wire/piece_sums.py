@@ -1,6 +1,6 @@
 """Checksums by which two nodes compare transferred bytes.
 
-They are CRC-32, or keyed MACs if the session is protected.
+The checksums are CRC-32, or keyed MACs if the session is protected.
 
 CRC-32 detects damage. It does not detect an attacker, who can change bytes so that their CRC-32
 stays the same. A MAC detects both, because only the two nodes have its key.

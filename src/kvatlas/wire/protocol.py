@@ -97,7 +97,7 @@ class RegisteredMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def memory(self) -> Memory:
-        """The region as transports use it."""
+        """The region as a `Memory`, the type that transports use."""
         device = HOST if self.kind == "host" else f"cuda:{self.device}"
         return Memory(self.address, self.nbytes, device)
 
@@ -170,7 +170,7 @@ class Open(Message, frozen=True, kw_only=True, omit_defaults=True, tag="open"):
 
 
 class Keep(Message, frozen=True, kw_only=True, tag="keep"):
-    """Keep an offer while the sender connects, which may take long. No session is needed.
+    """Ask the receiver to keep an offer while the sender connects. No session is needed.
 
     The answer is `Ok` with the seconds that the offer lasts from now on.
     """
@@ -335,8 +335,8 @@ class Announced(Message, frozen=True, kw_only=True, tag="announced"):
     """The answer to `Announce`: the progress of a push.
 
     The answering node carries out the push by reading from the announcing node. `arrived` is true
-    if it has read its part, and `moved` counts the bytes so far. If the read fails, the answer is a
-    `Refusal` instead.
+    if the answering node has read its part, and `moved` counts the bytes so far. If the read fails,
+    the answer is a `Refusal` instead.
     """
 
     arrived: bool

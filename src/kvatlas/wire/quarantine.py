@@ -43,7 +43,7 @@ class _Kept:
 
 
 class Quarantine:
-    """Abandoned operations, each with a callback that runs once it can no longer access memory.
+    """Abandoned operations, each with a callback for when the operation can access no memory.
 
     >>> from kvatlas.wire.transports.handles import Done
     >>> quarantine = Quarantine()

@@ -2,11 +2,11 @@
 
 Each connection has a thread. The number of connections is limited.
 
-A connection is unauthenticated until its first question is decoded. If the node has a secret, this
-requires that the peer has the same secret. Only a few unauthenticated connections are kept, and a
-new connection replaces the oldest of them, so strangers cannot lock out peers.
-Authenticated connections are limited per host (or per certificate) and in total. A peer above the
-limit gets a `busy` error with a delay after which to retry.
+A connection is unauthenticated until its first question is decoded. If the node has a secret, the
+peer must have the same secret to get that far. Only a few unauthenticated connections are kept, and
+a new connection replaces the oldest of them, so strangers cannot lock out peers. Authenticated
+connections are limited per host (or per certificate) and in total. A peer above the limit gets a
+`busy` error with a delay after which to retry.
 """
 
 from __future__ import annotations
@@ -183,8 +183,8 @@ class Server(threading.Thread):
     def _drop_strangers(self, most: int) -> None:
         """Disconnect unauthenticated connections until at most `most` are left.
 
-        Each time, the host with the most such connections loses its oldest one. A host that opens
-        many connections thus loses its own.
+        Each time, the host with the most such connections loses its oldest connection. A host that
+        opens many connections thus loses its own connections.
         """
         dropped = []
         with self._lock:
@@ -220,7 +220,7 @@ class Server(threading.Thread):
             log.exception("cleanup after a disconnected peer failed")
 
     def _serve(self, caller: Caller, connected: socket.socket) -> None:
-        """Answer one caller until it disconnects. Its errors end only this connection."""
+        """Answer one caller until it disconnects. An error ends only this caller's connection."""
         try:
             connected.settimeout(_STRANGER_SECONDS)
             protected = close_in_children(self._security.wrap(connected))

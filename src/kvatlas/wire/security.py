@@ -48,7 +48,7 @@ class TlsContexts:
 
 @dataclass(frozen=True)
 class PeerAccess:
-    """What one peer may do, and the secret that proves its name.
+    """The permissions of one peer, and the secret that proves its name.
 
     `secret` is shared by this node and that peer alone, or is `(new, old)` during a rotation. With
     TLS contexts it is omitted: the peer's certificate proves its name.
@@ -62,7 +62,7 @@ class PeerAccess:
 
 
 class Security:
-    """How a node's connections are protected: by secrets, by TLS contexts, or not at all.
+    """The protection of a node's connections: secrets, TLS contexts, or none.
 
     >>> Security().protected, Security(b"0123456789abcdef").protected
     (False, True)
@@ -190,6 +190,7 @@ class Security:
             role = "may_read" if act == "pull" else "may_push"
             raise AtlasError(
                 Code.FORBIDDEN,
+                f"The peer has no permission to {act}",
                 got=f"a {act} by {name!r}",
                 hint=f"Pass peers={{{name!r}: PeerAccess(..., {role}=True)}} to the refusing node",
             )

@@ -129,7 +129,7 @@ class PeerSegments:
         self._lock = threading.Lock()
 
     def lend(self, session: bytes, count: int) -> Loan:
-        """Return the session's idle segment, or a new segment.
+        """Lend the session's idle segment, or a new segment.
 
         If there is no room for a new segment, idle segments are freed, the oldest first.
         """

@@ -69,7 +69,10 @@ class PeerConnection:
         self._lent_lock = threading.Lock()
 
     def costs_near(self, length: int) -> Costs | None:
-        """Return the costs for runs of `length`, `2 * length` or `length // 2` bytes, or None."""
+        """Return measured costs for runs of about `length` bytes; None if there are none.
+
+        The costs may be those of runs of `length`, `2 * length` or `length // 2` bytes.
+        """
         near = (self.costs.get(one) for one in (length, 2 * length, length // 2))
         return next(filter(None, near), None)
 
@@ -110,7 +113,7 @@ class Connections:
         """The peers of a session, as they were at the first connection."""
 
     def find(self, endpoint: str) -> PeerConnection | None:
-        """Return the current connection to an endpoint, or None."""
+        """Return the current connection to an endpoint; None if there is none."""
         return self._open.get(endpoint)
 
     def close(self) -> None:
@@ -142,7 +145,7 @@ class Connections:
 
     @contextmanager
     def using(self, connection: PeerConnection) -> Iterator[None]:
-        """A context for one use of a connection, which ends with the context.
+        """A context that counts as one use of a connection.
 
         If an operation in the context finds that the peer was lost, later transfers open a new
         connection.
@@ -157,7 +160,7 @@ class Connections:
             self.give_back(connection)
 
     def drop(self, connection: PeerConnection) -> None:
-        """Use a connection for no further transfer, and close it once no transfer uses it."""
+        """Keep new transfers from using a connection, and close it once no transfer uses it."""
         with self._lock:
             connection.gone = True
             if self._open.get(connection.endpoint) is connection:

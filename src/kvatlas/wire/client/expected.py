@@ -82,7 +82,7 @@ class Announcement:
         return announced_endpoint(self.question.endpoint, host, on_this_host=here)
 
     def end(self) -> None:
-        """End the pull, after the request was forgotten or this announcement was replaced."""
+        """End the pull, because the request was forgotten or this announcement was replaced."""
         self.transfer.failed(self.peer.rank, lease_expired())
 
 
@@ -168,7 +168,7 @@ class ExpectedRequests:
             expected.claim.quarantine()
             self._node.quarantine.hold([one.transfer for one in reading], expected.claim.release)
             problem = "The request is forgotten, but a read may still write to its blocks"
-            hint = "Use other blocks; these are quarantined until the transport is done"
+            hint = "Use other blocks; those of this request stay quarantined until the read is over"
             raise AtlasError(Code.DEADLINE, problem, got=f"request {request!r}", hint=hint)
         expected.claim.release()
 
@@ -228,7 +228,7 @@ class ExpectedRequests:
         return one
 
     def _drop_known(self) -> None:
-        """If over `_KEPT` announcements are kept, drop the oldest one whose pull has ended."""
+        """Drop the oldest announcement with an ended pull if more than `_KEPT` are stored."""
         if len(self._known) > _KEPT:
             over = (key for key, one in self._known.items() if one.transfer.done)
             if (oldest := next(over, None)) is not None:
@@ -261,7 +261,7 @@ class ExpectedRequests:
     def _connected(self, peer: Peer, endpoint: str, deadline: float) -> Iterator[None]:
         """Connect to an endpoint. Raise an error unless `peer` is the process that answers there.
 
-        The connection is kept for the next push of the process.
+        The connection stays open for the next push from that process.
         """
         before = self._connections.find(endpoint)
         if before is not None and before.peer.incarnation != peer.incarnation:
@@ -290,7 +290,7 @@ class ExpectedRequests:
         )
 
     def _replace_older(self, expected: Expected, one: Announcement) -> None:
-        """Make an announcement current, end older pulls of its rank, and wait for their end."""
+        """Make an announcement current, then end older pulls of its rank and wait for their end."""
         rank = one.peer.rank
         with self._lock:
             expected.connecting.remove(one)
@@ -377,6 +377,6 @@ def _not_expected(question: protocol.Announce) -> AtlasError:
         Code.UNKNOWN_REQUEST,
         "The destination does not expect this request from this node, or has already received it",
         got=repr(question.request),
-        hint="Call expect() at the destination first: source= must be the plan of this node, and "
-        "pushers= must contain its name",
+        hint="Call expect() at the destination first: source= must be this node's plan, and "
+        "pushers= must contain this node's name",
     )

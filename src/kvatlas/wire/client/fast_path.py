@@ -1,7 +1,7 @@
 """Fast path: a pull that the calling thread launches and the waiting thread finishes.
 
-`LaunchedPull` is one rank's part of such a pull. If no thread waits for the pull, `follow_ups`
-finishes it. `follow_ups` also cleans up a little later.
+`LaunchedPull` is one rank's part of such a pull. A thread of `follow_ups` finishes the pull if no
+other thread waits for it, and releases its resources a little later.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LaunchedPull:
     def launch(
         cls, connections: Connections, endpoint: str, request: str, tokens: Any, blocks: Any
     ) -> LaunchedPull | None:
-        """Start the read if the peer is connected and the fast path applies; else return None."""
+        """Start a read from a connected peer; return None if the fast path does not apply."""
         connection = connections.take(endpoint)
         if connection is None:
             return None
@@ -68,10 +68,10 @@ class LaunchedPull:
     def finish(
         self, node: NodeState, wanted: TransferRequest, transfer: Transfer, timeout: float
     ) -> bool:
-        """Wait for the read, and check that the source held its blocks; raise if the read failed.
+        """Wait for the read, and check that the source held its blocks.
 
-        Returns False if the read is over but invalid, because the offer that it used was not
-        genuine.
+        Raises an error if the read failed. Returns False if the read is over but invalid, because
+        the offer that it used was not genuine.
         """
         read, nbytes = self.read, self.read.prepared.shape.arriving
         try:
@@ -109,7 +109,7 @@ class LaunchedPull:
     def ends_within(self, transfer: Transfer, timeout: float) -> bool:
         """Poll for at most `timeout` seconds. Return whether `finish` would now end at once.
 
-        False if the offer is not sound: the request is then read again, which takes longer.
+        The result is False if the offer is not genuine, because the request is then read again.
         """
         try:
             return self.read.sound and self.is_soon_over(transfer, timeout)
@@ -142,10 +142,9 @@ class LaunchedPull:
     def tidy_up(
         self, node: NodeState, wanted: TransferRequest, transfer: Transfer, timeout: float
     ) -> RankLease | None:
-        """Release the handle and the connection of a finished read, if that was deferred.
+        """Release the handle and the connection of a finished read, if that is still to be done.
 
-        Returns a lease object with which to notify the source, or None if not every byte has
-        arrived.
+        Returns a lease object that can notify the source, or None if not every byte has arrived.
         """
         if self._untidy:
             self._untidy = False
@@ -172,9 +171,9 @@ class LaunchedPull:
 
 
 def _let_others_run() -> None:
-    """Release the interpreter lock for a moment, without yielding the processor.
+    """Release the interpreter lock for a moment with `select`, without yielding the processor.
 
-    `time.sleep(0)` takes about 60 us, a tenth of the time that a read of 1 GB takes.
-    `os.sched_yield` takes as long as other threads keep the processor.
+    Other calls take too long: `time.sleep(0)` takes about 60 us, a tenth of the time of a read of
+    1 GB, and `os.sched_yield` takes as long as other threads keep the processor.
     """
     select((), (), (), 0)

@@ -45,9 +45,8 @@ class FilledBlocks:
     ) -> BlockClaim:
         """Claim the blocks that a pull fills.
 
-        `tables` are the block tables `blocks` as arrays. The first pull with these tokens and table
-        lengths also checks that the tables are valid. For later pulls the caller must check the
-        tables.
+        `tables` are the block tables `blocks` as arrays. They are validated only for the first pull
+        with these tokens and table lengths. For later pulls, the caller must validate `tables`.
         """
         key = (tokens, table_lengths(tables))
         entries = self._kept.get(key) if layers is None else None
@@ -76,7 +75,7 @@ class FilledBlocks:
 
 
 def _as_slice(entries: Int64s) -> slice | Int64s:
-    """Return consecutive indices as a slice, which is faster to apply. Return others unchanged."""
+    """Return consecutive indices as a slice, which is faster to apply, and others unchanged."""
     if len(entries) and int(entries[-1] - entries[0]) == len(entries) - 1:
         return slice(int(entries[0]), int(entries[-1]) + 1)
     return np.asarray(entries)

@@ -38,7 +38,7 @@ class _FollowUp:
 
 
 class FollowUps:
-    """Launched pulls whose cleanup is still to be done. Any thread may add a pull."""
+    """Launched pulls that still need cleanup. Any thread may add a pull."""
 
     def __init__(self, workers: Executor, background: Executor) -> None:
         self._workers, self._background = workers, background
@@ -49,12 +49,12 @@ class FollowUps:
         """The number of batches of pulls whose follow-up is in progress."""
 
     def add(self, part: TransferPart, then: Callable[[], None]) -> None:
-        """Finish `part` if no other thread does so soon, then call `then`."""
+        """Call `then` after `part` has finished. Run `part` if no other thread does so soon."""
         with self._lock:
             self._kept.append(_FollowUp(part, then))
             start, self._looking = not self._looking, True
         if start:
-            _hand_on(self._background, self._look)
+            _submit(self._background, self._look)
 
     def close(self) -> None:
         """Finish all pulls before the worker threads end. Nothing can be added after this."""
@@ -78,14 +78,14 @@ class FollowUps:
             if over and (self._closing or time.monotonic() - over[0].since > _TOGETHER):
                 with self._lock:
                     self._rows += 1
-                _hand_on(self._background, self._do_all, over)
+                _submit(self._background, self._do_all, over)
                 over = []
 
     def _is_over(self, one: _FollowUp) -> bool:
         """Whether a pull is finished, so that its follow-up can run.
 
-        If no thread finishes the pull, a worker thread does. An unfinished pull is checked again
-        later.
+        If no other thread finishes the pull, a worker thread does. An unfinished pull is checked
+        again later.
         """
         if self._closing:
             carefully(one.part)
@@ -95,7 +95,7 @@ class FollowUps:
             one.since = now
             return True
         if now - one.since > _EVERY:
-            _hand_on(self._workers, carefully, one.part)
+            _submit(self._workers, carefully, one.part)
             one.since = float("inf")
         with self._lock:
             self._kept.append(one)
@@ -109,14 +109,14 @@ class FollowUps:
                 carefully(one.then)
                 if time.monotonic() - begun > _SLOW:
                     for other in over[place + 1 :]:
-                        _hand_on(self._background, carefully, other.then)
+                        _submit(self._background, carefully, other.then)
                     return
         finally:
             with self._lock:
                 self._rows -= 1
 
 
-def _hand_on(to: Executor, act: Callable[..., None], *given: Any) -> None:
+def _submit(to: Executor, act: Callable[..., None], *given: Any) -> None:
     """Submit `act(*given)` to an executor, or call it here if the executor is shut down."""
     try:
         to.submit(act, *given)

@@ -1,7 +1,8 @@
-"""Keep a peer's offers while a session with the peer is being opened.
+"""Keep a peer's offers from expiring while a session with the peer is being opened.
 
-Opening a session may take longer than an offer lasts: a transport registers memory, or the machine
-is busy. Until the first pull has a lease, nothing else shows the source that a reader is coming.
+Opening a session may take longer than an offer lasts, because a transport registers memory or the
+machine is busy. Without these messages, the source would learn of the reader only when the first
+pull asks for a lease.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ these bounds."""
 def kept_offer(
     node: NodeState, endpoints: Sequence[str], request: str, seconds: float
 ) -> Iterator[None]:
-    """A context that keeps the offers of one request at all endpoints, for at most `seconds`.
+    """A context that keeps the offers of one request from expiring, for at most `seconds`.
 
-    A source that cannot be reached, or that does not support the message, is not asked again: the
-    offer then ends as if no reader had come.
+    The source at each endpoint gets a message at intervals. A source that cannot be reached, or
+    that does not support the message, gets no further message; its offer then expires as usual.
     """
     over = threading.Event()
     until = time.monotonic() + seconds

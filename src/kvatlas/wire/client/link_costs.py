@@ -46,7 +46,7 @@ If no buffers become free, a direct transfer can then still meet the deadline.
 def choose_way(reads: RankReads, stream: AnyStream) -> Way:
     """Return how to move a stream: `direct`, `coalesced` or `staged`.
 
-    This is the way that the caller requested or, for `auto`, the cheapest by measured cost.
+    The result is the `how` that the caller requested or, for `auto`, the cheapest by measured cost.
     """
     lease, wanted = reads.lease, reads.lease.wanted
     if isinstance(stream, ConvertedStream):
@@ -56,7 +56,7 @@ def choose_way(reads: RankReads, stream: AnyStream) -> Way:
             hint = 'Use how="auto" or how="staged": conversion needs staging buffers'
             got = f"how={wanted.how!r} with a conversion"
             raise AtlasError(Code.CONTRADICTORY, got=got, hint=hint)
-        lease.ask_after_all()
+        lease.ask_for_lease_instead()
         return "staged"
     if wanted.how == "staged":
         return "staged"
@@ -81,9 +81,9 @@ def choose_way(reads: RankReads, stream: AnyStream) -> Way:
 def must_coalesce(lease: RankLease) -> bool:
     """Whether a direct pull must read into staging buffers of this node instead of its blocks.
 
-    This is so if the link cannot end a stalled read, and another process (another replica, or
-    another source of a push) may fill the same blocks after the stall: the stalled read could
-    overwrite the new bytes. Always False if this node has no staging buffers in host memory.
+    The result is true if the link cannot end a stalled read, and another process (another replica,
+    or another source of a push) may fill the same blocks after the stall: the stalled read could
+    overwrite the new bytes. It is false if this node has no staging buffers in host memory.
     """
     link = lease.connection.link
     stalls = not link.prompt and not link.severs
@@ -108,9 +108,9 @@ def converts_on_the_way(lease: RankLease, stream: ConvertedStream) -> bool:
 
 
 def _cheapest_way(reads: RankReads, stream: Stream) -> Way:
-    """Return the way that is expected to be fastest: `direct`, `coalesced` or `staged`.
+    """Return the fastest of `direct`, `coalesced` and `staged`, by estimated cost.
 
-    If the returned way needs staging buffers, they are acquired here.
+    Acquire the staging buffers that the result needs.
     """
     lease = reads.lease
     wanted, connection = lease.wanted, lease.connection
@@ -126,7 +126,7 @@ def _cheapest_way(reads: RankReads, stream: Stream) -> Way:
     length = max(_SHORTEST_RUN, 1 << (stream.nbytes // max(1, runs)).bit_length() - 1)
     measured, alike = connection.costs_near(length), (runs, stream.nbytes)
     if measured is None:
-        lease.ask_after_all()
+        lease.ask_for_lease_instead()
         if not _may_stage(lease):
             return "direct"
         measured = _measured(reads, length)
@@ -143,7 +143,7 @@ def _with_buffers(reads: RankReads, stream: Stream, way: Way, costs: Costs) -> W
     """Acquire staging buffers for `way` and return `way`; return `direct` if too few are free."""
     lease = reads.lease
     if way == "staged":
-        lease.ask_after_all()
+        lease.ask_for_lease_instead()
         if not _may_stage(lease):
             return "direct"
     if way == "direct":
@@ -157,7 +157,7 @@ def _with_buffers(reads: RankReads, stream: Stream, way: Way, costs: Costs) -> W
 
 
 def _may_stage(lease: RankLease) -> bool:
-    """Whether the peer lends staging buffers. True if this is not known yet."""
+    """Whether the peer may lend staging buffers; true if the peer was not asked for a lease yet."""
     return lease.seen is not None or lease.opened.piece > 0
 
 
@@ -206,14 +206,14 @@ def _measured(reads: RankReads, length: int) -> Costs | None:
 
 
 def _borrows_to_measure(reads: RankReads) -> bool:
-    """Acquire staging buffers at both ends. False if too few are free now."""
+    """Acquire staging buffers at both ends. Return False if too few are free now."""
     staging = reads.node.staging
     reads.buffers = staging.acquire(min(BUFFERS, staging.most()))
     return bool(reads.buffers) and reads.borrow(both=True, until=time.monotonic() + _SHORTEST_WAIT)
 
 
 class _Rehearsal:
-    """Copies from the peer's staging buffers to those of this node, and to scratch memory."""
+    """Test copies from a staging buffer of the peer to one of this node, and to scratch memory."""
 
     def __init__(self, reads: RankReads) -> None:
         self._reads = reads
@@ -233,6 +233,6 @@ class _Rehearsal:
 
 
 def _apart(count: int, length: int) -> tuple[Int64s, Int64s]:
-    """Return (source starts, reversed destination starts) of runs with gaps between them."""
+    """Return source starts and reversed destination starts of `count` runs with gaps in between."""
     at = np.arange(count) * 2 * length
     return at, at[::-1]

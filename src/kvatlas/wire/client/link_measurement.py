@@ -5,8 +5,8 @@ the result:
 
 - The costs of runs are the difference between two reads of the same number of bytes: one reads many
   runs, and the other a single run. Errors of the bandwidth cancel out.
-- That difference is at least the difference of the CPU times of the calling thread, which hardly
-  depends on the load of the machine.
+- If the CPU times of the calling thread differ more than the wall times, the difference of the CPU
+  times is used, because it hardly depends on the load of the machine.
 - The number of runs grows until they take most of the time of a read, or a limit is reached.
 - Each time is the shortest of several measurements. The functions are timed in turn.
 """
@@ -30,7 +30,7 @@ _OUTWEIGHS = 3
 
 
 class Rehearsal(Protocol):
-    """Copies to time: from staging buffer to staging buffer, and from there to scratch memory."""
+    """Test copies from a staging buffer of the peer to one of this node, and to scratch memory."""
 
     piece: int
     """Size in bytes of a staging buffer."""
@@ -49,7 +49,7 @@ class Clock(NamedTuple):
     cpu: Callable[[], float] = time.thread_time
 
 
-class _Taken(NamedTuple):
+class _ShortestTimes(NamedTuple):
     """The shortest times of a function, in seconds."""
 
     wall: float
@@ -82,12 +82,12 @@ def measure(rehearsal: Rehearsal, length: int, clock: Clock = _CLOCK) -> Costs:
     return Costs(descriptor=more / max(1, count - 1), wire=wire, copy=copy, piece=piece)
 
 
-def quickest(*acts: Callable[[], object], clock: Clock = _CLOCK) -> list[_Taken]:
+def quickest(*acts: Callable[[], object], clock: Clock = _CLOCK) -> list[_ShortestTimes]:
     """Return the shortest times of several calls of each function.
 
     The functions are called in turn, so that other threads slow down all functions equally.
     """
-    shortest = [_Taken(float("inf"), float("inf"))] * len(acts)
+    shortest = [_ShortestTimes(float("inf"), float("inf"))] * len(acts)
     turns, begun = 0, clock.wall()
     while turns < _TURNS or (turns < _MOST_TURNS and clock.wall() < begun + _LEAST_SECONDS):
         turns += 1
@@ -95,5 +95,5 @@ def quickest(*acts: Callable[[], object], clock: Clock = _CLOCK) -> list[_Taken]
             wall, cpu = clock.wall(), clock.cpu()
             act()
             taken = clock.wall() - wall, clock.cpu() - cpu
-            shortest[index] = _Taken(*map(min, shortest[index], taken))
-    return [_Taken(max(1e-9, one.wall), one.cpu) for one in shortest]
+            shortest[index] = _ShortestTimes(*map(min, shortest[index], taken))
+    return [_ShortestTimes(max(1e-9, one.wall), one.cpu) for one in shortest]

@@ -101,7 +101,7 @@ class PreparedShapes:
     def learn(self, tokens: tuple[int, int], stream: AnyStream, total: int) -> None:
         """Prepare the fast path for requests of this shape.
 
-        This has no effect at the first pull over a link, because there may be no second pull.
+        The first call for a link has no effect, because there may be no second pull over the link.
         """
         key = (tokens, *stream.table_lengths)
         with self._lock:
@@ -142,7 +142,7 @@ class PreparedShapes:
         key = (span, table_lengths(theirs), table_lengths(mine))
         prepared = self._kept.get(key)
         if prepared is None:
-            prepared = self._foreseen(key, theirs, mine)
+            prepared = self._prepare_new(key, theirs, mine)
         elif not prepared.shape.destination.in_range(mine):
             return None
         if prepared is None:
@@ -159,10 +159,13 @@ class PreparedShapes:
         copied = {group: table.copy() for group, table in mine.items()}
         return StartedRead(key, seen, handle, prepared, (theirs, copied))
 
-    def _foreseen(
+    def _prepare_new(
         self, key: _Key, theirs: Mapping[int, BlockIds], mine: Mapping[int, Int64s]
     ) -> PreparedShape | None:
-        """Check the block tables of a new shape, and return its prepared read, or None."""
+        """Check the block tables of a new shape, prepare its read, and return the prepared shape.
+
+        Returns None if the shape has no bytes or too many spans, or the link prepares nothing.
+        """
         if max(map(len, theirs.values()), default=0) > _MOST_SPANS:
             return None
         wide = {group: ids.astype(np.int64) for group, ids in theirs.items()}

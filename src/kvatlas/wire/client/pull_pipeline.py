@@ -101,7 +101,7 @@ class PullPipeline:
         self._plan = self._planned(way, after_event)
 
     def run(self) -> None:
-        """Move the stream. An error is raised only when no worker uses blocks or buffers."""
+        """Move the stream. Return or raise only after all workers have stopped."""
         # A peer that gathers may never answer. The calling thread must notice the end of the
         # transfer nevertheless, so for staged pulls it only waits.
         others = range(0 if self._gathers else 1, self._plan.workers)
@@ -166,7 +166,7 @@ class PullPipeline:
         self._transfer.add(self._lease.rank, arrived)
 
     def _end(self, failure: BaseException | None = None) -> None:
-        """Keep workers from taking another piece, and record `failure` if it is the first."""
+        """Keep workers from taking another piece. Store `failure` unless one is already stored."""
         with self._changed:
             self._over, self._failure = True, self._failure or failure
             self._changed.notify_all()
@@ -258,7 +258,7 @@ class PullPipeline:
     def _gather(self, start: int, stop: int, nth: int) -> list[Copy]:
         """Have the source gather bytes `start .. stop - 1` of the stream into its staging buffer.
 
-        Return the runs to read from there into the buffer of worker `nth`.
+        Return the runs to read from that buffer into the buffer of worker `nth`.
         """
         about = {"start": start, "stop": stop, "buffer": self._lease.lent[nth]}
         self._lease.ask_of_lease(protocol.Gather, protocol.Ok, **about)
@@ -283,5 +283,5 @@ def piece_bytes(stream: Stream) -> int:
 
 
 def _same(value: T, _: int) -> T:
-    """Return `value` for every worker. `partial(_same, value)` is a callback for `PullPiece`."""
+    """Return `value`, for pieces whose callbacks return the same value for every worker."""
     return value

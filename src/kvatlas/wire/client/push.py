@@ -26,7 +26,7 @@ class OfferedPush:
     """A request that is offered and announced to every rank of its destination.
 
     The name of the offer is random. So only nodes that receive the announcement can read the offer,
-    and a node may push one request several times at once.
+    and a node may push one request several times in parallel.
     """
 
     def __init__(
@@ -53,7 +53,8 @@ class OfferedPush:
         old = [peer for peer in readers if peer.version < protocol.PUSH_VERSION]
         if old:
             problem = f"Pushes need protocol version {protocol.PUSH_VERSION} at both ends"
-            got, hint = f"version {old[0].version} at {old[0].name!r}", "Upgrade kvatlas there"
+            got = f"version {old[0].version} at {old[0].name!r}"
+            hint = "Upgrade kvatlas at that node"
             raise AtlasError(Code.UNLIKE_VERSIONS, problem, got=got, hint=hint)
         names = {peer.name for peer in readers}
         self._node.offer(

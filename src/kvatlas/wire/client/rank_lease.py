@@ -94,7 +94,10 @@ class RankLease:
     def ask_of_lease(
         self, message: Callable[..., protocol.Message], kind: type[A], **fields: Any
     ) -> A:
-        """Return the peer's answer to a question about this lease. Raise if the transfer ends."""
+        """Return the peer's answer to a question about this lease.
+
+        Raise an error if the transfer ends before the peer answers.
+        """
         session, lease = self.connection.session, self.opened.lease
         about = {"session": session, "lease": lease, "request": self.wanted.request}
         self._asked_at = time.monotonic()
@@ -111,7 +114,7 @@ class RankLease:
         self.opened = Opened(lease=b"", seconds=math.inf, blocks=offer.blocks, mark=offer.mark)
 
     def _find_offer(self) -> SeenOffer | None:
-        """Return the offer from the board, if reading its blocks is all that the transfer needs."""
+        """Return the offer from the peer's board; None if it is not there or a lease is needed."""
         wanted, link = self.wanted, self.connection.link
         board = link.board
         if board is None or wanted.checksums or wanted.how not in ("auto", "direct"):
@@ -128,7 +131,7 @@ class RankLease:
             return None  # the peer waits for the mark before it grants a lease
         return seen
 
-    def ask_after_all(self) -> None:
+    def ask_for_lease_instead(self) -> None:
         """Ask for a lease on an offer found on the board, if the peer must gather the bytes."""
         if self.seen is not None:
             self._ask_for_lease()  # for the blocks that were seen, and no others
@@ -154,7 +157,7 @@ class RankLease:
         self._renew_at = time.monotonic() + self.opened.seconds / 2
 
     def _compared_identity(self) -> CacheIdentity | None:
-        """Return the cache identity that the peer must have too; None if none is compared."""
+        """Return the cache identity that the peer must share; None if any identity is allowed."""
         if self.wanted.identity is not None:
             return self.wanted.identity
         return self.node.identity if self.node.check_identity else None
@@ -193,7 +196,7 @@ class RankLease:
         return max(0.001, min(self.deadline, until) - time.monotonic())
 
     def renew_in_time(self) -> None:
-        """Renew the lease if half of its time has passed, or if the peer may consider it idle."""
+        """Renew the lease if half of its time has passed, or if it may soon count as idle."""
         now = time.monotonic()
         if now >= self._renew_at or (self.lent and now > self._asked_at + _QUIET_SECONDS):
             self.renew()
@@ -260,7 +263,7 @@ class RankLease:
         return 0 if staging is None else staging.nbytes
 
     def close(self, *, complete: bool) -> None:
-        """End the lease. After a complete transfer, the source confirms that the lease was held."""
+        """End the lease. If `complete`, raise an error unless the source confirms the lease."""
         if complete:
             with self.node.metrics.phase("confirm"):
                 if self.seen is not None:
@@ -272,7 +275,7 @@ class RankLease:
             self.connection.background.submit(self._abandon)
 
     def _confirm(self, seen: SeenOffer) -> None:
-        """Raise an error unless the source has held the blocks until now."""
+        """Raise an error unless the source has held the blocks since the offer was found."""
         if not seen.confirmed:
             raise peer_lost("an exiting process") if seen.held else lease_expired()
 
@@ -283,8 +286,11 @@ class RankLease:
         with suppress(AtlasError):
             self.node.channels.ask(self.connection.endpoint, question, deadline=deadline)
 
-    def tell_read(self) -> None:
-        """Notify the source of a read without a lease, unless a retry may still read the offer."""
+    def notify_source(self) -> None:
+        """Notify the source that this node no longer needs an offer from the source's board.
+
+        Does nothing if the read failed, or if this node may read more of the offer.
+        """
         seen, wanted = self.seen, self.wanted
         if seen is None or self.transfer.error is not None:
             return

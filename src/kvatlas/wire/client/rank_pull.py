@@ -40,7 +40,7 @@ _CHECKSUM_PIECE = 1 << 20
 
 
 class RankPull:
-    """One rank's part of a pull, from one peer: open, read and place, verify, confirm."""
+    """Pulls one rank's part from one peer: opens a lease, reads, verifies, and ends the lease."""
 
     def __init__(self, lease: RankLease) -> None:
         self.lease, self.reads = lease, RankReads(lease)
@@ -51,7 +51,7 @@ class RankPull:
         """Checksums of converted pieces as they were sent, by (start, stop) in the stream."""
 
     def run(self) -> None:
-        """Read this part, or raise its error."""
+        """Read this part into the blocks. Raise an error if any step fails."""
         lease = self.lease
         with self.reads:
             self.transfer.check_cancelled()
@@ -140,7 +140,7 @@ class RankPull:
     def follow_up(self) -> None:
         """Notify the source that a read without a lease has ended, and prepare the fast path."""
         lease, wanted, total = self.lease, self.wanted, self.transfer.total
-        lease.tell_read()
+        lease.notify_source()
         if self._read_whole is None or total is None or lease.others:
             return
         if wanted.layers is None and not wanted.streamed:

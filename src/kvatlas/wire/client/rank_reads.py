@@ -101,7 +101,7 @@ class RankReads:
     # -- reads ------------------------------------------------------------------------------
 
     def read(self, copies: Sequence[Copy], into: Target) -> None:
-        """Read runs of the peer's pools into blocks or staging buffers, and wait for the end."""
+        """Read runs of the peer's pools into blocks or staging buffers, and wait for completion."""
         lease = self.lease
         handle = lease.connection.link.read(copies, lease=lease.opened.lease)
         self.finish(handle, into, renewing=False)

@@ -403,5 +403,5 @@ class Session:
         """Finish the work after a launched read. Does nothing if the read failed."""
         lease = launched.tidy_up(self.node, wanted, transfer, ANSWER_SECONDS)
         if lease is not None:
-            lease.tell_read()
+            lease.notify_source()
             self._tell_unread(transfer, wanted)

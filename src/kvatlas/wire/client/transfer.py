@@ -27,8 +27,9 @@ class TransferPart:
         quick: bool = False,
         ends_within: Callable[[float], bool] = lambda _: False,
     ) -> None:
-        """If `quick` is true, the part may also run in the thread that waits for the transfer.
+        """Create a part that calls `act` once.
 
+        If `quick` is true, the part may also run in the thread that waits for the transfer.
         `ends_within(seconds)` waits for at most `seconds`, and returns whether the part would now
         end without waiting.
         """
@@ -57,8 +58,8 @@ class TransferPart:
 class Transfer:
     """A request in flight over several ranks.
 
-    It is ready when every rank has delivered. It fails when one rank fails or its deadline passes,
-    regardless of what the ranks are waiting for. Its blocks may be reused once it is
+    A transfer is ready when every rank has delivered. It fails when one rank fails or its deadline
+    passes, regardless of what the ranks are waiting for. Its blocks may be reused once it is
     `released`. A failed transfer is released only when the transport is known to have stopped using
     its blocks.
 
@@ -80,11 +81,13 @@ class Transfer:
         *,
         patient: bool = False,
     ) -> None:
-        """`total` is the number of bytes that must arrive, a function that returns it, or None.
+        """Create a running transfer.
 
-        `layers` are the names of the layers that the transfer delivers, or None if it does not
-        track layers. `claim` is the claim on the blocks, and is released once the blocks may be
-        reused. If `patient` is true, bytes that arrive put the deadline off by `timeout`.
+        `total` is the number of bytes that must arrive, a function that returns this number, or
+        None for a push. `layers` are the names of the layers that the transfer delivers, or None if
+        it does not track layers. `claim` is the claim on the blocks, and is released once the
+        blocks may be reused. If `patient` is true, bytes that arrive put the deadline off to
+        `timeout` seconds from now.
         """
         self.request = request
         self._total = total
@@ -163,7 +166,10 @@ class Transfer:
         self._fail(self._cancellation())
 
     def wait(self, timeout: float | None = None) -> Transfer:
-        """Wait for the end. Raise the transfer's error, or `deadline` after `timeout` seconds."""
+        """Wait until the transfer is ready, and return it.
+
+        Raise the transfer's error if it fails, or `deadline` after `timeout` seconds.
+        """
         until = math.inf if timeout is None else time.monotonic() + timeout
         if timeout is None or until >= self.deadline or self._ends_within(timeout):
             self._help()
@@ -215,7 +221,7 @@ class Transfer:
     def carry_out(self) -> None:
         """Run the parts that no thread has started yet, in the calling thread.
 
-        This saves waking the session's threads while the caller has nothing else to do.
+        The session's threads then need not be woken up for these parts.
         """
         for part in self._parts:
             part()
@@ -239,8 +245,8 @@ class Transfer:
     ) -> TransferPart:
         """Add a part. If `quick` is true, it may run in the thread that waits for the transfer.
 
-        For a quick part, waking another thread would add a tenth to the time. `ends_within` is
-        passed to `TransferPart`.
+        Waking another thread would add a tenth to the time of a quick part. `ends_within` is passed
+        to `TransferPart`.
         """
         part = TransferPart(act, quick=quick, ends_within=ends_within)
         self._parts.append(part)
@@ -351,7 +357,7 @@ class Transfer:
         self._fail(problem)
 
     def _expire(self) -> None:
-        """End the transfer if its deadline has passed. Called by whichever thread checks."""
+        """End the transfer if its deadline has passed."""
         if not self._over.is_set() and time.monotonic() > self.deadline:
             got = f"{self.moved:,} bytes after {time.monotonic() - self.begun:.1f} s"
             hint = "Allow more time, or retry on another replica"

@@ -50,7 +50,7 @@ class TransferRequest:
 def check_how(how: object) -> None:
     """Raise an error for a value that is not one of `How`."""
     if how not in get_args(How):
-        problem = "`how` does not name a way to move a request"
+        problem = "The value of `how` is unknown"
         raise failed(f"how={how!r}", how_hint(how), problem)
 
 

@@ -32,7 +32,7 @@ AnswerAnnounce = Callable[[protocol.Announce, Peer, Caller], protocol.Message]
 
 
 class Answers:
-    """Answers the questions of a node's peers. `announced` answers announcements of a push."""
+    """Answers the questions of a node's peers. It passes announcements of pushes to `announced`."""
 
     def __init__(self, node: OfferingNode, announced: AnswerAnnounce) -> None:
         self.node, self._announced = node, announced
@@ -95,7 +95,7 @@ class Answers:
     # -- offers ---------------------------------------------------------------------------
 
     def _keep(self, question: protocol.Keep, caller: Caller) -> protocol.Message:
-        """Keep an offer for a reader that is about to connect, or that is connecting."""
+        """Keep an offer from expiring, for a reader that is connecting or about to connect."""
         node = self.node
         with node.lock:
             offer = node.offers.get(question.request)
@@ -129,7 +129,7 @@ class Answers:
             check_same_identity(offer.identity, asked, nodes=(node.name, peer.name))
         node.security.check_role(peer.name, "pull")
         stream = node.stream(peer, offer.blocks, theirs, tokens, question.layers, incoming=False)
-        mark = self._told(offer.mark)
+        mark = self._mark_for_reader(offer.mark)
         with node.lock:
             if node.offers.get(question.request) is not offer:
                 raise _not_offered(question)
@@ -159,7 +159,7 @@ class Answers:
             layered=offer.layers is not None,
         )
 
-    def _told(self, mark: int | None) -> int | None:
+    def _mark_for_reader(self, mark: int | None) -> int | None:
         """Return `mark`, the GPU event that the reader must wait for; None if it need not wait.
 
         If readers cannot wait for GPU events, this method waits for the event and returns None.
@@ -217,7 +217,7 @@ class Answers:
         seconds = min(question.seconds, lease.left, _LONGEST_WAIT)
         written, mark = layers.wait(question.layer, seconds)
         lease.check()
-        return protocol.LayerWritten(written=written, mark=self._told(mark))
+        return protocol.LayerWritten(written=written, mark=self._mark_for_reader(mark))
 
     def _borrow(self, question: protocol.Borrow, lease: Lease) -> protocol.Message:
         """Lend staging buffers to a lease, waiting a while until some are free."""
@@ -297,8 +297,8 @@ class Answers:
     def _must_gather(self, lease: Lease) -> bool:
         """Whether this node must gather the pull's bytes, because the peer cannot read the pools.
 
-        The peer cannot read pools that are not shared, or that need a conversion which it cannot
-        do during the read.
+        A peer cannot read pools that are not shared, or pools whose content must be converted in a
+        way that the peer cannot combine with the read.
         """
         stream, casts = lease.stream, self.node.transport.casts
         converts = isinstance(stream, ConvertedStream) and not (casts and stream.by_element)

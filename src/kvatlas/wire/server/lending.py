@@ -102,7 +102,7 @@ class Lending:
         return None
 
     def end(self, lease: Lease) -> None:
-        """Take back the buffers of an ended lease, and keep them for its session if possible."""
+        """Take back the buffers of an ended lease. Its session may reuse them (`PeerSegments`)."""
         if lease.loan is not None:
             self._take_back(lease, lease.loan, keep=True)
 
@@ -172,7 +172,7 @@ class Lending:
         return free >= count + min(_PER_LEASE, self.count) * first
 
     def _overdue(self, wanting: PeerKey, now: float) -> Lease | None:
-        """Return the lease that loses its buffers to a waiting peer, if any."""
+        """Return the lease whose buffers the peer `wanting` should get; None if there is none."""
         leases = [lease for lease in self._held if lease.loan is not None]
         late = [lease for lease in leases if _is_overdue(lease, now)]
         if late:

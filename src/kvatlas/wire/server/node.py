@@ -102,7 +102,7 @@ class Node(OfferingNode):
             raise AtlasError(
                 Code.UNPROTECTED,
                 "The transport does not authenticate peers, and other hosts can reach it",
-                got=f"{reached}, which does not use the secret",
+                got=f"{reached}, and the transport does not use the secret",
                 hint='Use the transport "tcp", or pass unprotected=True on a trusted network',
             )
 
@@ -146,7 +146,7 @@ class Node(OfferingNode):
         return frozenset(route(source, self.plan, **convert).sources(self.rank))
 
     def forget(self, request: str) -> None:
-        """Stop expecting a request, and end its pulls. Its blocks may be reused after this.
+        """Stop expecting a request, and end its pulls. Its blocks may be reused after the call.
 
         Raises `deadline` if a read in flight may still write to the blocks after half a minute. The
         blocks then stay quarantined until that read has ended.

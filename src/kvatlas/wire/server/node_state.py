@@ -184,7 +184,7 @@ class NodeState:
         if peer.version < self.transport.oldest_version:
             needed = f"protocol version {self.transport.oldest_version} or newer at both ends"
             problem = f"The transport {self.transport.name!r} needs {needed}"
-            got, hint = f"version {peer.version} at {peer.name!r}", "Upgrade kvatlas there"
+            got, hint = f"version {peer.version} at {peer.name!r}", "Upgrade kvatlas at that node"
             raise AtlasError(Code.UNLIKE_VERSIONS, problem, got=got, hint=hint)
         try:
             self.route_to(peer)
@@ -206,7 +206,7 @@ class NodeState:
         return all(map(self.transport.shares, self.plan.rank_pools(self.rank)))
 
     def register(self) -> None:
-        """Register the memory with the transport, and prepare to move bytes of it."""
+        """Register the memory with the transport, and create the mover for the pools."""
         self.transport.protect(self.security, self.authorise)
         self.transport.register(self.memory)
         pools = {index: at for index, at in self.memory.items() if index != STAGING}

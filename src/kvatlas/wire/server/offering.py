@@ -60,9 +60,9 @@ class OfferingNode(NodeState):
     ) -> None:
         """Let peers read a request's blocks, which must not change until they are released.
 
-        The offer expires after `timeout` seconds without a sign of a reader: a reader that connects
-        or makes progress keeps the offer, for at most an hour. `readers` names the nodes that may
-        read; None allows any. `released` is called once, with the request and a reason, when the
+        The offer expires after `timeout` seconds in which no reader connects or makes progress.
+        Readers can keep it for at most an hour. `readers` names the nodes that may read the offer;
+        None allows any node. `released` is called once, with the request and a reason, when the
         offer ends: for example, when all ranks that read from this rank have finished. Only then
         may the blocks be reused. With `recompute`, the offer also includes the sliding windows of
         the last `recompute` tokens, for peers that compute these tokens again. Block table entries
@@ -111,7 +111,10 @@ class OfferingNode(NodeState):
         return None if board is None else board.posting(request)
 
     def layer_written(self, request: str, layer: str) -> None:
-        """Mark a layer as written, once the caller's CUDA stream has finished its queued work."""
+        """Let peers read a layer after the work that is now queued on the caller's CUDA stream.
+
+        Returns at once.
+        """
         self.process.check()
         with self.lock:
             offer = self.offers.get(request)
@@ -129,9 +132,9 @@ class OfferingNode(NodeState):
         self.release(request, "withdrawn")
 
     def release(self, request: str, why: str, only: Offer | None = None) -> None:
-        """End an offer and its leases, and notify its owner.
+        """End an offer and its leases, and call its `released` callback with the reason `why`.
 
-        If `only` is given, the offer ends only if `only` is still the offer with this name.
+        If `only` is given, nothing happens unless `only` is still the offer with this name.
         """
         with self.lock:
             if only is not None and self.offers.get(request) is not only:

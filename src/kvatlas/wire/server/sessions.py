@@ -1,8 +1,8 @@
 """The sessions of a node with its peers, by key.
 
 A session ends a few seconds after its last connection: a process that was killed or restarted has
-lost its connections. A peer cannot end the session of another, whatever name it sends. If there are
-too many sessions, a new peer gets a `busy` error.
+lost its connections. A peer cannot end the session of another peer, even if it sends that peer's
+name. If there are too many sessions, a new peer gets a `busy` error.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class Sessions:
             return set(self._open)
 
     def begin(self, hello: Hello, peer: Peer, caller: Caller) -> bytes:
-        """Return the key of a peer's session. A repeated hello gets the same key."""
+        """Begin a session with a peer, and return its key. A repeated hello gets the same key."""
         said = _digest(hello)
         with self._lock:
-            gone = self._left_behind(peer)
+            gone = self._of_earlier_process(peer)
             known = [one for one in self._open.values() if one.first is caller]
             same = next((one for one in known if one.said == said), None)
             if same is None:
@@ -120,7 +120,7 @@ class Sessions:
             session.callers.add(caller)
             session.ends = float("inf")
 
-    def _left_behind(self, peer: Peer) -> set[bytes]:
+    def _of_earlier_process(self, peer: Peer) -> set[bytes]:
         """Return the keys of unconnected sessions that an earlier process of this peer began."""
         return {
             key

@@ -1,4 +1,4 @@
-"""Access control of transports: what they guarantee, and how a node authorises each read.
+"""Access control of transports: their guarantees, and how a node authorises each read.
 
 A transport has no plans, sessions or leases. It passes session ids and lease keys, as bytes, to
 the node that uses the transport. The node decides which reads are allowed.

@@ -78,7 +78,7 @@ class Admission(threading.Thread):
         self.start()
 
     def close(self) -> None:
-        """End all connections that were not taken over, and close the listener."""
+        """Close the listener, and all connections whose handshake is not finished."""
         self._closed = True
         with suppress(OSError):  # already closed, or in a forked child
             self._listener.shutdown(socket.SHUT_RDWR)

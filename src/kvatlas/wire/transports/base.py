@@ -61,7 +61,8 @@ class OnePeerMemory:
     ) -> OnePeerMemory:
         """Publish a region with the transport `alone`, which has no other region.
 
-        `view` is the same memory as an array or tensor. `end` calls `wipe` to free the memory.
+        `view` is the memory of the region as an array or tensor. The `end` of the result calls
+        `wipe`, which must free the memory.
         """
         alone.register({STAGING: region})
 
@@ -93,7 +94,7 @@ class PreparedRead(ABC):
         """Read from the peer's blocks `source` into this process's blocks `destination`.
 
         The read runs after the peer's GPU event `after_event` and the work on the caller's current
-        stream. Return None, and read nothing, if it cannot start at once.
+        stream. Return None, and read nothing, if the read cannot start at once.
         """
 
 
@@ -270,7 +271,7 @@ class Transport(ABC):
         return load_driver()
 
     def takes(self, device: str) -> bool:
-        """Whether the transport can access memory on a device. Other memory needs staging."""
+        """Whether the transport can access memory on a device without staging."""
         return device == HOST
 
     def check_takes(self, region: Memory) -> None:

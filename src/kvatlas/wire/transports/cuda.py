@@ -223,7 +223,7 @@ class CudaTransport(Transport):
             raise
 
     def _end(self, token: str) -> CudaEnd:
-        """Return this end's resources for a link to the peer transport that published `token`."""
+        """Return this process's resources for a link to the transport that published `token`."""
 
         def marks_here() -> DeviceMarks | None:
             peer = _here.get(token)

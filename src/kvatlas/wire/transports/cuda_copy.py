@@ -106,10 +106,11 @@ class CudaCopy(Handle):
         pace: CopyPace,
         nbytes: Callable[[], int],
     ) -> None:
-        """`launch` starts the copy. It returns (posted copy, function to call after its end).
+        """Create a copy that starts when `may_begin` returns True and `pace` permits it.
 
-        The copy is launched once `may_begin` returns True and `pace` permits it. `check` raises an
-        error if the link is closed. `nbytes` returns the size of the copy in bytes.
+        `launch` starts the copy, and returns the posted copy and a function to call after the copy
+        has ended. `check` raises an error if the link is closed. `nbytes` returns the size of the
+        copy in bytes.
         """
         self._launch, self._may_begin, self._check = launch, may_begin, check
         self._pace, self._nbytes = pace, nbytes

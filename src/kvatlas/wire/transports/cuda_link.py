@@ -152,14 +152,14 @@ class CudaLink(Link):
         )
 
     def _can_cast(self, cast: ElementCast | None, source: int, destination: int) -> bool:
-        """Whether elements between two pools can be cast. True without a cast."""
+        """Whether `cast` is possible between two pools; True if `cast` is None."""
         if cast is None:
             return True
-        far, near = self._place(source), self.own_memory[destination].address
+        far, near = self._alignment(source), self.own_memory[destination].address
         aligned = not far % cast.source.item and not near % cast.target.item
         return aligned and self._queue.converts(cast)
 
-    def _place(self, pool: int) -> int:
+    def _alignment(self, pool: int) -> int:
         """Return a number with the same alignment as the address of a peer's pool.
 
         The number is the pool's offset in its allocation, or its address if the peer is in this

@@ -70,7 +70,7 @@ def own_limit(problem: BaseException) -> AtlasError | None:
 
 @contextmanager
 def coded_limits() -> Iterator[None]:
-    """A context that turns an exhausted limit of this process or host into an `AtlasError`."""
+    """A context that raises an `AtlasError` if a limit of this process or host is exhausted."""
     try:
         yield
     except OSError as problem:

@@ -143,7 +143,7 @@ class Stepwise(Handle):
         return False
 
     def _pause(self, seconds: float) -> None:
-        """Do not pause: the next step depends on no other process."""
+        """Do nothing, because the next step does not depend on another process."""
 
     def _release(self) -> None:
         """Perform no further step. A step in progress in another thread finishes."""

@@ -1,4 +1,4 @@
-"""The `memory` transport, which copies inside one process. A reference for other transports."""
+"""The `memory` transport, which copies inside one process: the reference for other transports."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class _MemoryLink(Link):
         self._token = token
 
     def check(self) -> None:
-        """Raise an error if either transport is closed."""
+        """Raise an error if this process's transport or the peer's transport is closed."""
         super().check()
         if self._token not in _open:
             raise errors.peer_lost("a closed transport")

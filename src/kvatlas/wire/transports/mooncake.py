@@ -146,7 +146,7 @@ def make_engine(host: str) -> Any:
             if engine.initialize(host, "P2PHANDSHAKE", "tcp", "") != 0:
                 hint = "Pass an address of this machine"
                 raise errors.failed(f"host={host!r}", hint, "Mooncake cannot start an engine")
-            if _narrowed(before, addresses):
+            if _restrict_listeners(before, addresses):
                 # The engine's pending accept() still has the old timeout. A connection ends it.
                 answers(_Published(host, engine.get_rpc_port()))
                 return engine
@@ -155,7 +155,7 @@ def make_engine(host: str) -> Any:
     raise errors.failed(got, hint, f"Mooncake's sockets cannot be restricted to {host!r}")
 
 
-def _narrowed(before: Container[int], addresses: Iterable[str]) -> bool:
+def _restrict_listeners(before: Container[int], addresses: Iterable[str]) -> bool:
     """Restrict the listening sockets of a new engine to `addresses`.
 
     Return False if a process has already connected to one of the sockets, or if they cannot be told
@@ -238,7 +238,7 @@ class MooncakeLink(Link):
                 failure = None
                 if engine is None:
                     engine = make_engine(self.owner.host)
-                    failure = self._meet(engine)
+                    failure = self._first_call(engine)
                     met = failure is None
                 failure = failure or self._carry_out(engine, job)
             except AtlasError as problem:
@@ -266,7 +266,7 @@ class MooncakeLink(Link):
             job.quiet = True
         return None
 
-    def _meet(self, engine: Any) -> AtlasError | None:
+    def _first_call(self, engine: Any) -> AtlasError | None:
         """Make the engine's first call: read one byte of the peer. Return the error if that fails.
 
         In its first call, an engine asks the peer for its regions, and waits a minute if the peer
@@ -354,8 +354,9 @@ class MooncakeHandle(Handle):
     def _settle(self) -> bool:
         """Whether the operation certainly no longer accesses memory.
 
-        This is so if the operation was released before its first call. It is also so if the link's
-        thread is done with the operation, and each call has succeeded or its engine is destroyed.
+        The result is true if the operation was released before its first call. It is also true if
+        the link's thread is done with the operation, and either each call has succeeded or the
+        engine is destroyed.
         """
         with self._lock:
             if self._given_up and not self.begun:

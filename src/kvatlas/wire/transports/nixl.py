@@ -92,7 +92,7 @@ class NixlTransport(Transport):
         return errors.write_metadata(published)
 
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
-        """Return a link to a peer's agent, after checking that it has registered these regions."""
+        """Check that a peer has registered these regions, and return a link to its agent."""
         published = errors.read_metadata(metadata, nixl_metadata.Published)
         nixl_metadata.check(published, self.backend, not_empty(memory))
         make = PairedNixlLink if self._agents.by_cpu else NixlLink

@@ -44,7 +44,7 @@ class Agents:
         self._library = _library()
         self.kind, self.backend = kind, backend
         self._device = _network_device(device)
-        if backend == "UCX" and not over_tcp and _reads_over_tcp(self._device):
+        if backend == "UCX" and not over_tcp and _needs_tcp(self._device):
             raise errors.failed(
                 f"device={self._device!r}, which has no RDMA",
                 hint='Use the transport "tcp", or pass over_tcp=True to accept the risk',
@@ -57,7 +57,7 @@ class Agents:
         """Over RDMA, peers need the keys of the agents' memory. Over TCP, UCX checks no keys."""
         if backend == "UCX" and _over_rdma(self._device):
             self.guarantees = Guarantees(authentication=True)
-        elif loopback and not _reads_over_tcp(self._device):
+        elif loopback and not _needs_tcp(self._device):
             self.guarantees = Guarantees(confidentiality=True, integrity=True)
         self.by_cpu = backend == "UCX" and kind == "DRAM" and not rdma_devices()
         """Whether the CPU moves the bytes, during calls to an agent of this process."""
@@ -121,7 +121,10 @@ def translated() -> Iterator[None]:
 
 
 def _network_device(wanted: str | None) -> str:
-    """Return the network device for UCX. The environment variable overrides an agent's option."""
+    """Return the network device for UCX: `wanted`, `UCX_NET_DEVICES`, or else the loopback device.
+
+    Raise an error if both are given and differ: UCX would ignore `wanted`.
+    """
     setting = os.environ.get(_DEVICES)
     if wanted is not None and setting not in (None, wanted):
         got = f"device={wanted!r} and {_DEVICES}={setting}"
@@ -130,7 +133,7 @@ def _network_device(wanted: str | None) -> str:
     return wanted or setting or _LOOPBACK
 
 
-def _reads_over_tcp(device: str) -> bool:
+def _needs_tcp(device: str) -> bool:
     """Whether there may be peers that UCX can reach only over TCP.
 
     Over TCP, the process that is read from has to send the bytes. UCX aborts that process if the

@@ -31,7 +31,7 @@ _DIVIDED = 16 << 20
 
 
 class PairedNixlLink(NixlLink):
-    """A link whose large reads run in two threads, if its transport may use two."""
+    """A link that divides large reads between two threads, if its transport allows two threads."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)

@@ -185,7 +185,7 @@ class SeenOffer:
     def __init__(
         self, board: PeerBoard, offer: PostedOffer, posting: Posting, written: tuple[bytes, int]
     ) -> None:
-        """`written` is the encoded offer and its digest, as read from the board."""
+        """Store an offer. `written` is the encoded offer and its digest, as read from the board."""
         self.offer, self.posting = offer, posting
         self._board, self._written = board, written
         self._slot, self._generation = posting
@@ -211,7 +211,7 @@ class PeerBoard:
     """The board of a peer, whose content is untrusted."""
 
     def __init__(self, memory: mmap.mmap, process: WatchedProcess | None) -> None:
-        """`process` is the peer's process; None if the board belongs to this process."""
+        """Read the board in `memory`. `process` is its owner; None for a board of this process."""
         self._memory, self._process = memory, process
 
     @property

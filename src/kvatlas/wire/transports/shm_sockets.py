@@ -188,7 +188,7 @@ def _no_answer(seconds: float) -> AtlasError:
 
 
 def is_connected(one: socket.socket) -> bool:
-    """Whether the other end is still connected. Cheap enough to call often."""
+    """Whether the other end is still connected. This check is cheap enough to call often."""
     # A readable connection has ended, or the peer has sent unexpected data.
     return one.fileno() >= 0 and not ready(one)
 

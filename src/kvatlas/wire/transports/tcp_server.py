@@ -95,7 +95,7 @@ def packed(length: Int64s) -> Int64s:
     return starts
 
 
-def _anything(_: AskedRead) -> nullcontext[None]:
+def _allow_all(_: AskedRead) -> nullcontext[None]:
     """Allow every read of a registered region. Used by transports that have no node."""
     return nullcontext()
 
@@ -119,7 +119,7 @@ class RegionServer:
     def __init__(self, address: str, regions: Callable[[], Mapping[int, Memory]]) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._regions = regions
-        self._authorise: Authorise = _anything
+        self._authorise: Authorise = _allow_all
         self._security = Security()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family, backlog=128)

@@ -43,7 +43,7 @@ def _calls() -> Any:
 
 
 class WatchedProcess:
-    """A process that is watched for its exit. A later process with the same pid is another one.
+    """A process that is watched for its exit. A later process with the same pid does not count.
 
     >>> WatchedProcess(os.getpid()).alive
     True
@@ -52,7 +52,7 @@ class WatchedProcess:
     _statm = -1
 
     def __init__(self, number: int, holds: Path | None = None) -> None:
-        """`number` is the pid. `holds` is the `/proc` path of a file that the process has open."""
+        """Watch the process with pid `number`, which has the file at `/proc` path `holds` open."""
         self._lock = threading.Lock()
         """Held while the descriptor is used, because a closed descriptor's number may be reused."""
         self._calls = _calls()
