@@ -106,10 +106,9 @@ def converting_rows(written: Converting | None, asked: Converting | None) -> Con
 
 
 def kept_as_written(convert: Converting) -> Converting:
-    """Return a copy of `convert` with other source scales, for blocks that are not converted.
+    """Return a copy of `convert` whose source scales are its destination scales.
 
-    Such blocks already have the cache's dtype and keep their scales. The source scales of the
-    result are therefore the destination scales of `convert`.
+    The copy is used for blocks that already have the destination dtype: their scales stay the same.
 
     >>> kept_as_written(Converting("bf16->fp8", destination_scales=0.5)).source_scales
     0.5

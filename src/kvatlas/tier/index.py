@@ -304,10 +304,11 @@ class BlockIndex:
         brought: dict[Any, Delivery] | None,
         sums: PartSums | None = None,
     ) -> list[TierBlock]:
-        """Record that a rank has written its bytes. `brought` is None if the rank has failed.
+        """Record that a rank has written the blocks that it had claimed, or has failed to.
 
-        Returns the blocks that are now complete. They are pinned, have a sequence number, and must
-        be passed to `settle`. `sums` are the rank's contributions to block checksums.
+        `brought` contains the byte ranges that the rank has written, by `NeededBlock.shape`, or is
+        None if the rank has failed. `sums` are the rank's contributions to block checksums. Returns
+        the blocks that are now complete, pinned and with a sequence number. Pass them to `settle`.
         """
         ready = []
         with self.lock:

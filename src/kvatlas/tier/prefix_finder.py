@@ -100,7 +100,7 @@ class PrefixFinder:
         """Return the first token to store, if the tier has a prefix of `stored` tokens.
 
         A request that ends after `stop` tokens also stores the windows of its last token, which
-        may begin before `stored` tokens, and the states after its last token.
+        may begin before token `stored`, and the states after its last token.
         """
         return min(stored, *(int(seen.first(stop)) for seen in self._windows), stop - 1)
 

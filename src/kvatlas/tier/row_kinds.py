@@ -150,7 +150,7 @@ def _head_groups(page: Page) -> list[list[Field]]:
 
 
 def _planes(fields: list[Field]) -> tuple[tuple[RowField, ...], ...]:
-    """Return the fields of each plane. A plane begins where fields are not adjacent."""
+    """Split fields into planes: lists of fields whose rows are adjacent in memory."""
     fields = sorted(fields, key=lambda field: field.offset)
     begins = [0]
     for number, (one, two) in enumerate(pairwise(fields), start=1):

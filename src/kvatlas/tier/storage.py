@@ -105,7 +105,7 @@ class TierStorage:
         return self.carry("store", copies, self.writing(plan, rank, pools)), brought
 
     def takes_sums(self, pools: Mapping[int, Any] | None) -> bool:
-        """Return whether `reading` accepts copies with several starts: true for host memory."""
+        """Return whether `reading` accepts copies with `Copy.starts`: not for GPU pools."""
         return not is_on_gpu(pools)
 
     def reading(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Read:
@@ -120,7 +120,7 @@ class TierStorage:
     def offload_of_sums(
         self, plan: Plan, rank: int, pools: Mapping[int, Any] | None
     ) -> GpuOffload | None:
-        """Return the offload that moves copies with several starts between GPU pools and the tier.
+        """Return the offload between GPU pools and the tier for copies with `Copy.starts`.
 
         Return None if the pools are not on a GPU or the tier's memory is not pinned.
         """

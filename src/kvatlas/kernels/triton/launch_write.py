@@ -224,7 +224,10 @@ def _latent_sides(
 def _turned_signs(
     form: StorageFormat, rows: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
-    """Return a mask per column, with the sign bit set if the rotation of int4 flips the sign."""
+    """Return a mask per column: the sign bit if the rotation of int4 flips the column's sign.
+
+    Return None for other formats.
+    """
     if form.kind != "int4":
         return None
     minus = signs(1 << form.rotation, device).repeat(form.width >> form.rotation) < 0

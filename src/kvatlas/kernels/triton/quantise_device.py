@@ -151,7 +151,7 @@ def pairs_apart(words):
 
 @triton.jit
 def smaller_pairs(a, b):
-    """Return the minimum of two tensors whose words contain two bfloat16, separately for each half.
+    """Return the element-wise minimum of two tensors of words; each word contains two bfloat16.
 
     If one operand is NaN, the result is the other.
     """
@@ -162,7 +162,7 @@ def smaller_pairs(a, b):
 
 @triton.jit
 def larger_pairs(a, b):
-    """Return the maximum of two tensors whose words contain two bfloat16, separately for each half.
+    """Return the element-wise maximum of two tensors of words; each word contains two bfloat16.
 
     If one operand is NaN, the result is NaN.
     """
@@ -243,9 +243,9 @@ def range_of(rows, PTX: tl.constexpr):
 
 @triton.jit
 def range_of_pairs(words):
-    """Return the minimum and maximum of each row as float32, for rows of words of two bfloat16.
+    """Return the minimum and maximum of each row as float32. A word contains two bfloat16.
 
-    Each is taken over both halves of all words. The maximum is NaN if the row contains NaN.
+    Both halves of all words of a row count. The maximum is NaN if the row contains NaN.
     """
     low = tl.reduce(tl.reduce(words, 1, smaller_pairs), 1, smaller_pairs)
     high = tl.reduce(tl.reduce(words, 1, larger_pairs), 1, larger_pairs)

@@ -362,7 +362,7 @@ def prefill_on_hopper(
 
 
 def _hopper_loads(form: formats.StorageFormat, at: SideRows, dot: Any) -> bool:
-    """Whether Hopper's prefill can load rows of a format, as vectors or as words."""
+    """Whether Hopper's prefill kernel can load rows of format `form` with the strides `at`."""
     if form.tile or at.rows.element != 1:
         return False
     if form.element == dot:

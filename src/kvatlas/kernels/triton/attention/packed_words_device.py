@@ -3,7 +3,7 @@
 | elements | per word | operand of the dot product |
 |---|---|---|
 | 16 bits | 1 | the element |
-| 8 bits | 2 | the element, as float16; for int8 of K plus 1152 |
+| 8 bits | 2 | the element, as float16; for int8 of K, the element plus 1152 |
 | int4 of K | 4 | 1024 + code, or 1024 + 16 * code for queries that are divided by 16 |
 | int4 of V, and codes of kind `range` | 4 | 1 + code / 16 |
 | nvfp4 | 4 | the number, times 2**-14 |
