@@ -133,7 +133,7 @@ def _between(source: Plan, destination: Plan, convert: Converting | None) -> Rou
     )  # first: its errors for unlike models are more specific
     specs = _specs(source), _specs(destination)
     scales = convert.source_scales, convert.destination_scales
-    # Rows are read later, by caches that were not asked: both scales must be known.
+    # Other caches read the rows later and cannot supply scales, so both must be given.
     refuse_rescaling(*specs, specs[0].keys() & specs[1].keys(), scales, both=True)
     return made
 

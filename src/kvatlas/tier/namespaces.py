@@ -70,7 +70,7 @@ class RowName(NamedTuple):
 
     @property
     def digest(self) -> bytes:
-        """The row's digest in the headers of its objects."""
+        """The digest of the row, which the headers of the row's objects contain."""
         return row_digest(self.name)
 
 

@@ -289,6 +289,6 @@ def _about(address: SplitResult) -> dict[str, Any]:
         if name in _SIZES:
             said[name] = quantity(value, name)
         elif name in _NUMBERS:
-            with suppress(ValueError):  # the store refuses a text, and names the option
+            with suppress(ValueError):  # the store raises an error for a text and names the option
                 said[name] = float(value) if name == "timeout" else int(value)
     return said

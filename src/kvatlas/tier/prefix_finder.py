@@ -26,7 +26,7 @@ AnyTier = Tier | TierClient | StoreTier
 _AT_ONCE = 1024
 """Number of keys in one lookup."""
 _TRIES = 16
-"""Maximum number of found ends that are checked in all groups, some of which may lack them."""
+"""Maximum number of ends, found in one group, that are checked in all groups."""
 _SECONDS = 2.0
 """Seconds after which the search for ends stops, if the tier is slow."""
 
@@ -160,7 +160,7 @@ class PrefixFinder:
                 return
 
     def _farthest(self, asked: _Ends, until: float) -> int:
-        """Return an upper bound of the prefix length, from a group that stores every token."""
+        """Return an upper bound of the prefix length: that of a group that stores every token."""
         count = asked.chain.count
         if self._keeping is None:
             return count

@@ -34,7 +34,7 @@ StoredPart = tuple[int, Any, tuple[int, int], Mapping[NeededBlock, int]]
 """One rank's part of a store: the rank, its blocks, the token range, and the tier's block ids."""
 
 Read = Callable[[Sequence[Any]], None]
-"""Executes copies from a tier, which may be grids of runs if `takes_sums` is true."""
+"""Executes copies from a tier. Copies may have `Copy.starts` if `takes_sums` is true."""
 
 Write = Callable[[Sequence[Any]], PartSums | None]
 """Executes copies into a tier and returns the known contributions to block checksums."""

@@ -56,7 +56,7 @@ def leads_away(root: Path, path: Path) -> bool:
 
 
 def is_object(path: Path) -> bool:
-    """Return whether a path is a regular file. Opening a pipe, for example, could block forever."""
+    """Return whether a path is a regular file. Opening others, such as pipes, could block."""
     try:
         return is_there(path)
     except OSError:
@@ -64,7 +64,7 @@ def is_object(path: Path) -> bool:
 
 
 def is_there(path: Path) -> bool:
-    """Like `is_object`, but raises `OSError` if the disk fails."""
+    """Return the same as `is_object`, but raise `OSError` if the disk fails."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except (FileNotFoundError, NotADirectoryError):

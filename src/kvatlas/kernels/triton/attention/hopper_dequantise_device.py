@@ -139,7 +139,7 @@ def bytes_apart(words, ELEMENT: gl.constexpr, DOT: gl.constexpr):
 
 @gluon.jit
 def int4_apart(words, zeros, DOT: gl.constexpr):
-    """Unpack 32-bit words of eight 4-bit codes to `DOT`, and subtract their row's zero point."""
+    """Unpack words of eight 4-bit codes to dtype `DOT`, and subtract the row's zero point."""
     zeros = (zeros + (0x6400 if DOT == gl.float16 else 0x4300)) * 0x10001
     zeros = gl.expand_dims(zeros, 1) + words * 0
     if DOT == gl.float16:

@@ -182,7 +182,7 @@ class QuerySums(NamedTuple):
 
 @triton.jit
 def pairs(words, ELEMENT: tl.constexpr, DOT: tl.constexpr, RAISED: tl.constexpr, PTX: tl.constexpr):
-    """Unpack words of two elements: return all first elements, then all second elements."""
+    """Unpack words of two elements; return (first element of each word, second element of each)."""
     if PTX:
         CODE: tl.constexpr = (
             _E4M3 if ELEMENT == tl.float8e4nv else _E5M2 if ELEMENT == tl.float8e5
