@@ -93,7 +93,7 @@ class RedisStore(ObjectStore):
     def ranges(self, name: str, wanted: Sequence[tuple[int, Bytes]]) -> int:
         """Read parts of an object and return the number of bytes read, or `ABSENT`.
 
-        Redis has no command for a part of a field, so that the whole object is transferred.
+        Redis has no command for a part of a field, so the whole object is transferred.
         """
         [answer] = self._hashes("hget", [name])
         return ABSENT if answer is None else fill(np.frombuffer(answer, np.uint8), wanted)

@@ -117,9 +117,11 @@ def _debug_batch(
     checks.in_range(call.tables[reached], call.layer.kernel_blocks.size("B"))
 
 
+_CHECK_COUNTS = "Check `lengths` and the query counts; queries are the last tokens of a sequence"
+
+
 def _bad_batch(problem: str, got: str) -> AtlasError:
-    hint = "Check `lengths` and the query counts; queries are the last tokens of a sequence"
-    return AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
+    return AtlasError(Code.BAD_TENSOR, problem, got=got, hint=_CHECK_COUNTS)
 
 
 def refuse_schedule(given: Schedule, split: WorkSplit, count: int) -> None:

@@ -72,7 +72,7 @@ def starts_of(steps, table, states, head, STATES: gl.constexpr, UNIT: gl.constex
 
 @gluon.jit
 def copy_rows(side, elements, pages, places, head, to, there, FORMAT: gl.constexpr):
-    """Start an asynchronous copy of a tile's rows of K or V to shared memory, unchanged."""
+    """Start to copy a tile's rows of K or V to shared memory, asynchronously and unchanged."""
     LOADS: gl.constexpr = pages.type.layout.parent
     rows = row_starts(side.rows, pages, places, FORMAT.unit)
     rows += head.to(gl.int64) * side.rows.head * FORMAT.unit
