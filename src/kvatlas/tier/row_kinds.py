@@ -128,7 +128,7 @@ def span_of(kinds: Iterable[RowKind], span: int) -> int:
 
 
 def _described(spec: Spec) -> RowKind:
-    """Return the kind of the caches of a spec. Its `layers` are empty."""
+    """Return the kind of the caches that a spec describes, with an empty `layers`."""
     per_state = spec.tokens_per_state or 0
     page = spec.page(2 * per_state or 1)
     seen = spec.visibility

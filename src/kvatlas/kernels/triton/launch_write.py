@@ -186,7 +186,8 @@ def _worked_out(
 def _attention_sides(
     layer: LayerCache, rows: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[StoredSide, StoredSide]:
-    """Return K and V of an attention layer; raise an error if new rows do not match them."""
+    """Return format and strides of K and V of an attention layer; check the new rows against
+    them."""
     spec = layer.spec_as(Attention)
     heads, v_dim = layer.place("k").size("H"), spec.v_dim or spec.head_dim
     formats.refuse_head(spec.head_dim, "K")
@@ -206,7 +207,7 @@ def _attention_sides(
 def _latent_sides(
     layer: LayerCache, rows: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[StoredSide, StoredSide]:
-    """Return the latent and rotary rows of an MLA layer; raise an error if new rows do not fit."""
+    """Return format and strides of an MLA layer's two fields; check the new rows against them."""
     spec = layer.spec_as(LatentAttention)
     formats.refuse_head(spec.latent, "the latent")
     if not formats.writes_latent(spec):

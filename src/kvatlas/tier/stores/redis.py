@@ -191,7 +191,7 @@ class RedisStore(ObjectStore):
 
 
 def _place(name: str) -> tuple[str, str]:
-    """Return the hash and the field of an object. Short names are hashes with one field.
+    """Return the hash and the field of an object. For a short name, the field is "".
 
     >>> _place("kv2/tenant/namespace/key/0.0-64/0"), _place("kv2/tenant/marks/digest")
     (('kv2/tenant/namespace/key/', '0.0-64/0'), ('kv2/tenant/marks/digest', ''))
