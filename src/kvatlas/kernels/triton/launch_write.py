@@ -186,8 +186,7 @@ def _worked_out(
 def _attention_sides(
     layer: LayerCache, rows: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[StoredSide, StoredSide]:
-    """Return format and strides of K and V of an attention layer; check the new rows against
-    them."""
+    """Return format and strides of K and V of an attention layer; check the new rows."""
     spec = layer.spec_as(Attention)
     heads, v_dim = layer.place("k").size("H"), spec.v_dim or spec.head_dim
     formats.refuse_head(spec.head_dim, "K")
