@@ -149,7 +149,10 @@ class TierStorage:
         return GpuOffload(memory, host, pinned=pinned, block_bytes=sizes, staging=staging)
 
     def carried(self, carry: Carry) -> Write:
-        """Return a function that copies with `carry` into the tier's memory, then into its file."""
+        """Return `carry`, or for a tier in a file a function that also writes the file.
+
+        The function copies with `carry` into staging memory, and from there into the file.
+        """
         file = self._file
         if file is None:
             return carry

@@ -37,7 +37,7 @@ _NAME = re.compile(r"[a-z0-9_-][a-z0-9_.-]*(/[a-z0-9_-][a-z0-9_.-]*)*")
 
 
 def is_name(name: str) -> bool:
-    """Return whether a text is a valid object name. An invalid one could lead out of the folder.
+    """Return whether a text is a valid object name. Other names could lead out of the folder.
 
     >>> is_name("kv2/0f3a/0.0-64/7"), is_name("kv2/../secret"), is_name("/etc/passwd")
     (True, False, False)
