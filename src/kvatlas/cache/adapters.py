@@ -29,7 +29,7 @@ class KV(NamedTuple):
 
 
 class Strided(NamedTuple):
-    """Arguments for a kernel that takes strides: a buffer, and each axis's size and byte stride."""
+    """Arguments for a kernel that takes strides: a buffer, axis sizes, and strides in bytes."""
 
     base: torch.Tensor
     """The bytes of the pool, starting at the first element of the field."""
@@ -77,7 +77,9 @@ def scales(layer: LayerCache) -> KV:
     if k.shape[-1] != 1 or v.shape[-1] != 1:
         got = f"{k.shape[-1]} scales per token and head in {layer.name}"
         hint = "Use flashinfer_nvfp4 for block scales"
-        raise AtlasError(Code.BAD_AXES, "A token must have 1 scale per head", got=got, hint=hint)
+        raise AtlasError(
+            Code.BAD_AXES, "This adapter requires one scale per token and head", got=got, hint=hint
+        )
     return KV(k.squeeze(-1), v.squeeze(-1))
 
 
@@ -95,9 +97,9 @@ def sdpa(layer: LayerCache, first: int, blocks: int) -> KV:
 
 
 def triton(layer: LayerCache, name: str) -> Strided:
-    """Return the axis sizes and byte strides of field `name`, and the pool's bytes.
+    """Return the bytes of the pool from the start of field `name`, and the field's strides.
 
-    The returned buffer starts at the first byte of the field.
+    The result has the size and the byte stride of each axis of the field.
     """
     placed = layer.place(name)
     return Strided(
@@ -130,7 +132,7 @@ def latent(layer: LayerCache) -> torch.Tensor:
 
 
 def mamba(layer: LayerCache, order: Literal["SD", "DS"]) -> tuple[torch.Tensor, ...]:
-    """Return the states of a recurrent layer, such as `conv` and `ssm`, in the order of the page.
+    """Return the states of a recurrent layer, such as `conv` and `ssm`, in the page's field order.
 
     The conv state has the shape [B, taps, rows] (SD) or [B, rows, taps] (DS). A tap is one
     stored input, and a row is one channel.

@@ -71,7 +71,10 @@ class LayerCache:
         return placed.reorder("B", "H", "N", "C")
 
     def kernel_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the ids of the kernel blocks that make up the blocks `ids` [..., n].
+        """Return the ids of the kernel blocks that make up the blocks `ids`.
+
+        The last axis of the result is longer than that of `ids` if a block has several kernel
+        blocks.
 
         >>> from kvatlas.planning import plan
         >>> large = {"block_size": 128, "backend": "FLASHINFER"}  # kernel blocks of 64 tokens
@@ -118,7 +121,7 @@ class LayerCache:
         return self._places[name]
 
     def field(self, name: str) -> torch.Tensor:
-        """Return a field as a typed tensor: the block axis, then the axes of the field."""
+        """Return a field as a typed tensor. Its first axis counts kernel blocks."""
         if name not in self._tensors:
             dtype = torch_dtype(self.page.field(name).dtype)
             self._tensors[name] = view(self.buffer, self.place(name), dtype)
@@ -189,7 +192,7 @@ class Cache(Mapping[str, LayerCache]):
         if layer not in self._parts:
             region, _ = self.plan.region_of(layer)
             problem = f"Rank {self.rank} does not hold this layer"
-            got = f"{layer}, which is on pipeline stage {region.stage}, not {self.stage}"
+            got = f"{layer} of pipeline stage {region.stage}, on a rank of stage {self.stage}"
             hint = "Use a rank of the stage that holds the layer"
             raise AtlasError(Code.UNKNOWN_LAYER, problem, got=got, hint=hint)
         return list(self._parts[layer])
@@ -232,7 +235,7 @@ class Cache(Mapping[str, LayerCache]):
         """
         pools = self.plan.rank_pools(self.rank)
         if pool not in pools:
-            hint = f"Pass one of {sorted(pools)}"
+            hint = f"Pass one of the pool indices {sorted(pools)}"
             problem = f"Rank {self.rank} has no such pool"
             raise AtlasError(Code.OUT_OF_RANGE, problem, got=f"pool {pool}", hint=hint)
         planned = pools[pool]
@@ -315,7 +318,7 @@ def _block_ids(ids: Any, pool: Pool) -> torch.Tensor:
 
 
 def _memory(nbytes: int, zero: bool, device: Any) -> torch.Tensor:
-    """Allocate `nbytes` bytes at a multiple of `ALIGNMENT`. If `zero` is true, set them to 0."""
+    """Allocate `nbytes` bytes whose address is a multiple of `ALIGNMENT`; zero them if `zero`."""
     make = torch.zeros if zero else torch.empty
     raw = make(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
     skip = -raw.data_ptr() % ALIGNMENT
@@ -350,7 +353,7 @@ def _largest_element(plan: Plan, pool: Pool) -> int:
 
 
 def _check_alignment(tensor: torch.Tensor, item: int, pool: Pool) -> None:
-    """Raise an error if the memory is not aligned to `item` bytes. torch views need this."""
+    """Raise an error if the memory is not aligned to `item` bytes, as torch views require."""
     if tensor.data_ptr() % item or tensor.storage_offset() % item:
         problem = f"The memory of pool {pool.index} must start at a multiple of {item} bytes"
         got = f"address {tensor.data_ptr():#x}, {tensor.storage_offset()} bytes into its storage"

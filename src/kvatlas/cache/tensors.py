@@ -99,7 +99,7 @@ def view(buffer: torch.Tensor, placement: Placement, dtype: torch.dtype) -> torc
     check_pool(buffer)
     if placement.item != item:
         problem = "The dtype must have the size of the placement's items"
-        got = f"{dtype} of {item} bytes for items of {placement.item} bytes"
+        got = f"{dtype} ({item} bytes) for items of {placement.item} bytes"
         hint = "Pass the placement of one field, as LayerCache.place returns it"
         raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
     if placement.stop > buffer.numel():

@@ -107,9 +107,10 @@ def _convert_elements(
 def _look_up(
     given: torch.Tensor, one: DType, into: torch.Tensor, two: DType, scales: tuple[float, float]
 ) -> None:
-    """Convert elements `given` of type `one` to type `two` in `into`, with a lookup table.
+    """Convert elements `given` of type `one` to type `two`, and write them to `into`.
 
-    Both types have at most 16 bits. On a CPU, a numpy lookup is faster than fp8 casts in torch.
+    `scales` are those of the two types, which have at most 16 bits. This uses a lookup table,
+    because a numpy lookup is faster on a CPU than fp8 casts in torch.
     """
     table = _table(one, two, *scales)
     codes: NDArray[Any] = given.view(_WORDS[one.item]).numpy().view(f"u{one.item}")

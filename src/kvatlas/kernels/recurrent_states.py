@@ -114,7 +114,7 @@ def _ids_by_part(
 def _part_ranges(
     parts: Sequence[LayerCache], ids: list[torch.Tensor], name: str, conv: ConvOrder | None
 ) -> Iterator[_PartRange]:
-    """Yield, for each part of a split state, the rows of field `name` that it stores."""
+    """Yield, for each part of a split state, the rows of field `name` that the part stores."""
     for part, blocks in zip(parts, ids, strict=True):
         view, axes = _oriented(part, name, conv)
         field = part.page.field(name)

@@ -1,4 +1,4 @@
-"""Sample the fields of one block, row by row, for the SVG picture and the text."""
+"""Sample the fields of one block, row by row, for the SVG picture and the text picture."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ class GroupRows(NamedTuple):
 
 
 def short_label(name: str) -> str:
-    """Return a short label: the layer's number, and often the last component of `name`.
+    """Return a short label: the layer's number and the last component of `name`.
 
-    The last component is left out if it is in `_PLAIN`.
+    The last component is omitted if it is a usual one, such as "attn" (see `_PLAIN`).
 
     >>> short_label("model.layers.5.self_attn.attn"), short_label("head 3")
     ('layer 5', 'head 3')
@@ -101,7 +101,7 @@ def sampled_groups(
     """Return sampled rows of all groups of the first stage; identical groups are sampled once.
 
     A row has at most `columns` samples. The largest contiguous piece of a field gets at least
-    `piece_columns` samples. If a row is too long for that, only its beginning is sampled.
+    `piece_columns` samples. If a row would then need more samples, only its beginning is sampled.
     """
     alike: dict[object, GroupRows] = {}
     for number in range(len(drawn.groups)):

@@ -154,10 +154,10 @@ class Map:
 
 
 def _filled(part: str, values: dict[str, str]) -> str:
-    """Return `part` with the HTML comment at its start replaced by the comment's value.
+    """Replace the HTML comment with which a template part begins by its value in `values`.
 
-    `part` is the text after a `<!--`. If the comment's text is not a key of `values`, the comment
-    is kept.
+    `part` is the text after a `<!--`. The key of the value is the text of the comment. If there is
+    no such key, the comment is unchanged.
     """
     name, end, text = part.partition("-->")
     return values[name] + text if end and name in values else "<!--" + part

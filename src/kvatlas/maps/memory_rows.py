@@ -1,7 +1,7 @@
 """Divide blocks and pages into rows of contiguous memory for a drawing.
 
-A block is divided along its outermost axes, so that each row is contiguous. If layers are outermost
-there is one row per layer, and if heads are, one row per head.
+A block is divided along its outermost axes, so that each row is contiguous. If layers are
+outermost, there is one row per layer. If heads are outermost, there is one row per head.
 """
 
 from __future__ import annotations

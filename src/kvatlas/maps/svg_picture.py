@@ -1,4 +1,4 @@
-"""Draw a block as SVG. Each row is contiguous memory, to scale."""
+"""Draw a block as SVG. Each drawn row is a contiguous byte range, to scale."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _group(
 
 
 def _with_alike(rows: list[RowSample]) -> Iterator[tuple[int, RowSample]]:
-    """Yield each row with the index of the first row that looks the same."""
+    """Yield (index of the first row that looks the same, row) for each row."""
     looks = [(row.field.tobytes(), row.head.tobytes(), id(row.page)) for row in rows]
     for row, look in zip(rows, looks, strict=True):
         yield looks.index(look), row
@@ -151,7 +151,7 @@ def _has_heads(field: FieldDrawing) -> bool:
 
 
 def _paleness(name: str) -> float:
-    """Return how much a field's colour is lightened: keys 0, values a little, scales more."""
+    """Return how much to lighten a field's colour, from 0 (not at all) to 1 (white)."""
     return 0.58 if "scale" in name else 0.32 if name.startswith("v") else 0.0
 
 

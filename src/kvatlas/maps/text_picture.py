@@ -1,4 +1,4 @@
-"""Draw a block with characters. A row is contiguous memory, and a character is a range of bytes."""
+"""Draw a block with characters. A row is a contiguous byte range; a character is a part of it."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def canonical_rows(
 
 
 def layers_of(model: Model | Plan) -> list[Layer]:
-    """Return every layer of a model or a plan once, in any order."""
+    """Return every layer of a model or a plan once, in no particular order."""
     if isinstance(model, Model):
         return list(model.layers)
     found = {layer.name: layer for region in model.regions for layer in region.layers}

@@ -106,10 +106,9 @@ def converting_rows(written: Converting | None, asked: Converting | None) -> Con
 
 
 def kept_as_written(convert: Converting) -> Converting:
-    """Return a copy of `convert` with other source scales, for blocks that are not converted.
+    """Return a copy of `convert` whose source scales are its destination scales.
 
-    Such blocks already have the cache's dtype and keep their scales. The source scales of the
-    result are therefore the destination scales of `convert`.
+    The copy is used for blocks that already have the destination dtype: their scales stay the same.
 
     >>> kept_as_written(Converting("bf16->fp8", destination_scales=0.5)).source_scales
     0.5
@@ -134,7 +133,7 @@ def _between(source: Plan, destination: Plan, convert: Converting | None) -> Rou
     )  # first: its errors for unlike models are more specific
     specs = _specs(source), _specs(destination)
     scales = convert.source_scales, convert.destination_scales
-    # Rows are read later, by caches that were not asked: both scales must be known.
+    # Other caches read the rows later and cannot supply scales, so both must be given.
     refuse_rescaling(*specs, specs[0].keys() & specs[1].keys(), scales, both=True)
     return made
 

@@ -66,7 +66,7 @@ R = TypeVar("R")
 
 
 class TierFile:
-    """A file that is open, locked, allocated and consistent with its header.
+    """The open file of a tier: it is locked, its disk space is allocated, and its header is valid.
 
     With `shared`, another process owns the file: that process holds the lock and manages the
     records.

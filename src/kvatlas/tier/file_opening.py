@@ -168,12 +168,10 @@ def refusals(path: Path) -> Iterator[None]:
 
 
 def _wrong(path: Path, got: str) -> AtlasError:
-    return _refusal(Code.CHECKSUM, "The header of the tier's file is damaged", path, got)
+    problem = "The header of the tier's file is damaged"
+    return AtlasError(Code.CHECKSUM, problem, got=f"{got}: {path}", hint=_REMOVE)
 
 
 def _unreadable(path: Path, got: str) -> AtlasError:
-    return _refusal(Code.UNREADABLE, "The tier's file is not valid", path, got)
-
-
-def _refusal(code: Code, problem: str, path: Path, got: str) -> AtlasError:
-    return AtlasError(code, problem, got=f"{got}: {path}", hint=_REMOVE)
+    problem = "The tier's file is not valid"
+    return AtlasError(Code.UNREADABLE, problem, got=f"{got}: {path}", hint=_REMOVE)

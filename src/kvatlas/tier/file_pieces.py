@@ -1,8 +1,8 @@
 """Runs between memory and a tier's file, cut into pieces. Each piece is moved by one core.
 
 One system call per short run would be slow. Short runs are therefore gathered in a staging buffer
-in file order. They form contiguous stretches there, and one system call moves hundreds
-of stretches.
+in file order, where runs that are adjacent in the file form stretches (contiguous ranges). One
+system call moves hundreds of stretches.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _packed(length: Int64s) -> Places:
 
 
 def grid_pieces(grid: Copy) -> list[Piece]:
-    """Cut a copy with several starts into pieces, each moved by one core.
+    """Cut a copy with several starts (see `Copy.starts`) into pieces, each moved by one core.
 
     The result is empty if one system call per run is faster: if the spans differ in length, or the
     runs form only short contiguous ranges of the file. All runs of one span must be inside one
@@ -173,8 +173,9 @@ def _joined(
 ) -> tuple[Int64s, Int64s, Int64s, Mask]:
     """Merge runs that are adjacent both in memory and in the file.
 
-    Returns (near, far, length, mask) of the merged runs. The mask is true for runs that start a
-    contiguous range of the file.
+    `follows[i]` is true if run i + 1 starts where run i ends in the file. Returns (near, far,
+    length, mask) of the merged runs. The mask is true for runs that start a contiguous range of the
+    file.
     """
     apart = np.concatenate([[True], ~follows])
     kept = np.flatnonzero(

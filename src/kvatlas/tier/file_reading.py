@@ -1,7 +1,7 @@
 """Read runs from the blocks of a tier's file into memory with few system calls.
 
 Long runs are read one by one. Runs that are contiguous in memory are copied hundreds at a time,
-wherever they are in the file. The rest is read in file order: contiguous stretches of the file are
+wherever they are in the file. The rest is read in file order: contiguous ranges of the file are
 read into a staging buffer and scattered from there, or scattered directly by the read call.
 """
 

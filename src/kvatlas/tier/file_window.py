@@ -20,7 +20,7 @@ _MAP_NORESERVE = 0x4000
 
 
 class Window:
-    """Memory with the size of the file's pools, for transports that require addresses.
+    """Staging memory as large as the file's pools, for transports that copy to and from addresses.
 
     Only pages that were used take memory. While no caller uses the window, the system may reclaim
     its pages.

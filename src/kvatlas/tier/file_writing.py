@@ -1,7 +1,8 @@
 """Write runs from memory into the blocks of a tier's file and compute their checksums.
 
-Short runs are first gathered, on several cores, into contiguous stretches of the file. The checksum
-of a stretch is computed while its bytes are in the processor's cache, and then it is written.
+Short runs are first gathered, on several cores, into stretches: contiguous ranges of the file. The
+checksum of a stretch is computed while its bytes are in the processor's cache, and then it is
+written.
 
 If this part of the file was written recently, its pages are in memory. One call then writes
 hundreds of stretches, and several cores make such calls in parallel. Otherwise such a call would

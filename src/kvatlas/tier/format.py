@@ -70,7 +70,7 @@ class Extent:
 
 
 def header(text: bytes, identity: bytes, extent: Extent) -> bytes:
-    """Return the first page of a file: its header, given the plan as JSON and the file's id."""
+    """Return the first page of a file. `text` is the plan as JSON, and `identity` the file's id."""
     digest = hashlib.sha256(text).digest()
     sizes = (extent.blocks, extent.index, extent.nbytes)
     packed = _HEADER.pack(MAGIC, VERSION, RECORD, len(text), digest, identity, *sizes)
@@ -79,7 +79,7 @@ def header(text: bytes, identity: bytes, extent: Extent) -> bytes:
 
 
 class HeaderFields(NamedTuple):
-    """The fields of the first page that cannot be computed from the plan alone."""
+    """The fields of the header that cannot be computed from the plan alone."""
 
     version: int
     plan_bytes: int
@@ -88,7 +88,7 @@ class HeaderFields(NamedTuple):
 
 
 def read_header(first_page: bytes) -> HeaderFields:
-    """Return the fields of a first page, without any validation."""
+    """Decode the header in the first page of a file, without any validation."""
     _, version, _, length, digest, identity, *_ = _HEADER.unpack_from(first_page)
     return HeaderFields(version, length, digest, identity)
 

@@ -125,7 +125,7 @@ class Hit:
 def tables_of(
     plan: Plan, needs: Sequence[NeededBlock], blocks: Sequence[TierBlock]
 ) -> dict[int, list[int]]:
-    """Return a block table for each group of the tier's plan. Unneeded entries are -1."""
+    """Return a block table for each group of the tier's plan; entries outside `needs` are -1."""
     tables = {group: [-1] for group in range(len(plan.groups))}
     for need, block in zip(needs, blocks, strict=True):
         entry = 0 if plan.groups[need.group].kind == "recurrent" else need.entry

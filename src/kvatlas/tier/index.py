@@ -55,20 +55,20 @@ class TierBlock:
     cover: Cover
     whole: bool = False
     verified: bool = True
-    """Whether its checksum has been verified since the tier was opened."""
+    """Whether the block's checksum has been verified since the tier was opened."""
     checksum: int = 0
     sequence: int = 0
     found: int = 0
     """A number that increases with every completed block, assigned when it is completed."""
     pins: int = 0
     dropped: bool = False
-    """Whether lookups no longer find it. Its space is free once the last pin is released."""
+    """Whether lookups no longer find the block. It is freed when the last pin is released."""
     brought: dict[int, Delivery] = field(default_factory=dict)
-    """The byte ranges that each rank has written to it."""
+    """The byte ranges that each rank has written to the block."""
     sums: dict[int, PartSum] = field(default_factory=dict)
-    """The contribution of each rank to its checksum, for ranks that computed it while writing."""
+    """Contributions to the block's checksum, by rank, for ranks that computed them."""
     writing: set[int] = field(default_factory=set)
-    """Ranks that are writing to it."""
+    """Ranks that are writing to the block."""
     fill_key: tuple[Any, ...] = ()
     """The key under which other ranks find the block while it is being filled."""
 
@@ -304,10 +304,11 @@ class BlockIndex:
         brought: dict[Any, Delivery] | None,
         sums: PartSums | None = None,
     ) -> list[TierBlock]:
-        """Record that a rank has written its bytes. `brought` is None if the rank has failed.
+        """Record that a rank has written the blocks that it had claimed, or that it has failed.
 
-        Returns the blocks that are now complete. They are pinned, have a sequence number, and must
-        be passed to `settle`. `sums` are the rank's contributions to block checksums.
+        `brought` contains the byte ranges that the rank has written, by `NeededBlock.shape`, or is
+        None if the rank has failed. `sums` are the rank's contributions to block checksums. Returns
+        the blocks that are now complete, pinned and with a sequence number. Pass them to `settle`.
         """
         ready = []
         with self.lock:

@@ -70,7 +70,7 @@ class RowName(NamedTuple):
 
     @property
     def digest(self) -> bytes:
-        """The row's digest in the headers of its objects."""
+        """The digest of the row, which the headers of the row's objects contain."""
         return row_digest(self.name)
 
 
@@ -162,7 +162,8 @@ class Namespace:
 def caches_of(kinds: Iterable[RowKind]) -> list[Any]:
     """Return the caches of a model, without dtypes: the second level of a namespace.
 
-    Each is [layer, tokens per state, kept tokens, heads], in ascending order.
+    Each is [layer, tokens per state, rules for the tokens that the cache keeps, heads]. The caches
+    are in ascending order.
     """
     found = [
         [layer, kind.per_state, sorted(kind.keeps.items()), kind.heads]

@@ -83,7 +83,7 @@ def open_tier(
     """
     if not is_store(where):
         if options:
-            hint = "Remove them, or use the address of a store, such as folder:///path"
+            hint = "Omit these options, or use the address of a store, such as folder:///path"
             problem = "These options apply only to object stores"
             got = f"{', '.join(sorted(options))} for {without_secrets(where)!r}"
             raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
@@ -148,8 +148,8 @@ def stored_as(model: Model, convert: Converting) -> Model:
     check_converting(convert)
     pairs = parse_conversion(convert.name)
     if len(pairs) > 1:
-        problem = "A conversion for a tier must have one source format"
-        hint = "Make a plan of the other engines' rows and pass other=OtherRows(plan, convert)"
+        problem = "The conversion of a tier must be one pair of formats"
+        hint = "Pass one pair, or plan the other rows and pass other=OtherRows(plan, convert)"
         raise AtlasError(Code.BAD_CONVERSION, problem, got=repr(convert.name), hint=hint)
     ((source, _),) = pairs
     stored = model.with_cache(source)
@@ -236,9 +236,9 @@ def open_store(where: str, *, create: bool = True, **instead: Any) -> ObjectStor
                 return RedisStore(where.partition("?")[0], **about)
     except TypeError as fault:
         problem = "The address of the store contains an unknown option"
-        got = str(fault).rpartition("argument ")[2]
+        option = str(fault).rpartition("argument ")[2]
         hint = "See docs/how-to/tiers.md for the options of each store"
-        raise AtlasError(Code.BAD_CONFIG, problem, got=got, hint=hint) from None
+        raise AtlasError(Code.BAD_CONFIG, problem, got=option, hint=hint) from None
     raise _unknown_kind(where)
 
 
@@ -289,6 +289,6 @@ def _about(address: SplitResult) -> dict[str, Any]:
         if name in _SIZES:
             said[name] = quantity(value, name)
         elif name in _NUMBERS:
-            with suppress(ValueError):  # the store refuses a text, and names the option
+            with suppress(ValueError):  # the store raises an error for a text and names the option
                 said[name] = float(value) if name == "timeout" else int(value)
     return said

@@ -1,8 +1,8 @@
 """Compute the CRC-32 of a block from parts that several ranks write in any order.
 
-A CRC is the remainder of a polynomial, and the remainder of a sum is the sum of the
-remainders. So each stretch of a block adds a term, which depends only on its bytes and on how many
-bytes follow it up to the block's end. The writer of a stretch can compute its term, and the block
+A CRC is the remainder of a polynomial, and the remainder of a sum is the sum of the remainders. So
+each range of a block adds a term, which depends only on the bytes of the range and on how many
+bytes follow it up to the block's end. The writer of a range can compute its term, and the block
 need not be read again.
 """
 
@@ -33,7 +33,7 @@ Words = NDArray[np.uint32]
 
 
 class PartSum(NamedTuple):
-    """The contribution of some bytes to the checksum of their block, and the number of bytes."""
+    """The contribution of some bytes of a block to the block's checksum, and their number."""
 
     term: int
     nbytes: int
@@ -83,7 +83,7 @@ def block_checksum(parts: Iterable[PartSum], block_bytes: int) -> int | None:
 
 @lru_cache
 def _start(nbytes: int) -> int:
-    """Return what the initial value of a CRC-32 contributes to the CRC-32 of `nbytes` bytes."""
+    """Return the contribution of the initial value `START` to the CRC-32 of `nbytes` bytes."""
     return int(_moved(np.array([START], np.uint32), np.array([nbytes]))[0])
 
 

@@ -26,7 +26,7 @@ AnyTier = Tier | TierClient | StoreTier
 _AT_ONCE = 1024
 """Number of keys in one lookup."""
 _TRIES = 16
-"""Maximum number of found ends that are checked in all groups, some of which may lack them."""
+"""Maximum number of ends, found in one group, that are checked in all groups."""
 _SECONDS = 2.0
 """Seconds after which the search for ends stops, if the tier is slow."""
 
@@ -100,7 +100,7 @@ class PrefixFinder:
         """Return the first token to store, if the tier has a prefix of `stored` tokens.
 
         A request that ends after `stop` tokens also stores the windows of its last token, which
-        may begin before `stored` tokens, and the states after its last token.
+        may begin before token `stored`, and the states after its last token.
         """
         return min(stored, *(int(seen.first(stop)) for seen in self._windows), stop - 1)
 
@@ -160,7 +160,7 @@ class PrefixFinder:
                 return
 
     def _farthest(self, asked: _Ends, until: float) -> int:
-        """Return an upper bound of the prefix length, from a group that stores every token."""
+        """Return an upper bound of the prefix length: that of a group that stores every token."""
         count = asked.chain.count
         if self._keeping is None:
             return count

@@ -30,9 +30,9 @@ _KEPT = 64
 
 
 class FramedStarts(NamedTuple):
-    """The starts of a copy in a staged row, and the indices of the objects that its runs access.
+    """The `starts` of a `Copy` as offsets in a staged row, and the objects that its runs access.
 
-    `starts` is None if a run crosses from one object into another.
+    Objects are given by index. `starts` is None if a run crosses from one object into another.
     """
 
     starts: Starts | None
@@ -95,7 +95,7 @@ class RowFrame:
     def moved_grid(
         self, grid: Copy, end: End, within: Sequence[tuple[int, int]], to: Int64s | int
     ) -> list[Copy]:
-        """Translate a copy with several starts like `moved`, without expanding it if possible.
+        """Translate a copy with `Copy.starts` like `moved`, but without expanding it if possible.
 
         `within` contains, for each span, its offset in its row and its length. Returns one copy for
         each distinct pair of offset and length. Such a copy is expanded to single runs only if one
@@ -128,7 +128,7 @@ class RowFrame:
         the destination offsets of `starts` are ascending, as a route provides them.
         """
         if starts.step < 1:
-            problem = "The destination starts of runs must be ascending"
+            problem = "The destination offsets of a copy's starts must be ascending"
             got, hint = starts.destination[:8].tolist(), "Pass the starts of a route"
             raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
         at = begin + (starts.source if end == "source" else starts.destination)

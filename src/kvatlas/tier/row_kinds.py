@@ -128,7 +128,7 @@ def span_of(kinds: Iterable[RowKind], span: int) -> int:
 
 
 def _described(spec: Spec) -> RowKind:
-    """Return the kind of the caches of a spec. Its `layers` are empty."""
+    """Return the kind of the caches that a spec describes, with an empty `layers`."""
     per_state = spec.tokens_per_state or 0
     page = spec.page(2 * per_state or 1)
     seen = spec.visibility
@@ -150,7 +150,7 @@ def _head_groups(page: Page) -> list[list[Field]]:
 
 
 def _planes(fields: list[Field]) -> tuple[tuple[RowField, ...], ...]:
-    """Return the fields of each plane. A plane begins where fields are not adjacent."""
+    """Split fields into planes: lists of fields whose rows are adjacent in memory."""
     fields = sorted(fields, key=lambda field: field.offset)
     begins = [0]
     for number, (one, two) in enumerate(pairwise(fields), start=1):

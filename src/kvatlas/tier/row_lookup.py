@@ -104,7 +104,7 @@ class Asked:
         return self._traffic.present(rows, self._deadline)
 
     def _candidates(self, need: NeededBlock) -> list[RowName]:
-        """Return rows that can serve `need`: rows of the whole block, or of just its tokens."""
+        """Return rows that can serve `need`: of the whole block, or of only the needed tokens."""
         if need.key is None:
             return []
         exact = RowName(need.group, need.key, need.cover)

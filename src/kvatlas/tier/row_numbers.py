@@ -1,6 +1,6 @@
 """`RowNumbers`: placeholder block ids for the rows that a request needs.
 
-A route is bound once, to these numbers instead of block ids. They have gaps, so that no run
+A route is bound once, to these numbers instead of block ids. The numbers have gaps, so that no run
 crosses from one row into the next.
 """
 

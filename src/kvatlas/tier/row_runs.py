@@ -118,8 +118,8 @@ class RowRuns:
     def _together(self, copy: Copy, numbers: list[int]) -> Iterator[list[int]]:
         """Split row numbers into lists of rows that are moved together; each list is of one group.
 
-        Large rows are moved one by one, so that more runs can be joined. Copies with several starts
-        are an exception, because their runs are not joined.
+        Large rows are moved one by one, so that more runs can be joined. Copies with several
+        starts (see `Copy.starts`) are an exception, because their runs are not joined.
         """
         pool = self._pool(copy)
         if copy.starts is ORIGIN and self._numbered.block_bytes(pool) >= _LARGE_ROW:

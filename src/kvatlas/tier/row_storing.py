@@ -123,9 +123,13 @@ class RowStoring:
         if share.partly:
             source = self._ingest.route.source
             problem = "A rank of this topology holds only a part of some objects of the tier"
-            got = f"tp={source.tp}, pp={source.pp}, dcp={source.dcp} for a tier with "
-            got += f"shards={cut.shards}, stages={cut.stages}"
-            hint = f"In all engines, open the tier with `shards` set to a multiple of {source.tp} "
-            hint += f"and `stages` to {source.pp}"
+            got = (
+                f"tp={source.tp}, pp={source.pp}, dcp={source.dcp} for a tier with "
+                f"shards={cut.shards}, stages={cut.stages}"
+            )
+            hint = (
+                f"In all engines, open the tier with stages={source.pp} and with shards= set to a "
+                f"multiple of {source.tp}"
+            )
             raise AtlasError(Code.BAD_TOPOLOGY, problem, got=got, hint=hint)
         return share

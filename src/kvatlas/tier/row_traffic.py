@@ -39,7 +39,7 @@ class StagedObject(NamedTuple):
 
     @property
     def parts(self) -> tuple[str, list[Bytes]]:
-        """Return the name and the memory of the object, as stores take them."""
+        """Return the name and the memory of the object, as `ObjectStore.put` expects them."""
         return self.name, [self.memory]
 
     @property
@@ -206,7 +206,7 @@ class RowTraffic:
             gone = [one.name for one, size in zip(objects, sizes, strict=True) if size == ABSENT]
             if gone:
                 problem = "An object was evicted from the store after the lookup"
-                hint = "Compute the tokens instead"
+                hint = "Compute these tokens instead of fetching them"
                 raise AtlasError(Code.MISSING_BLOCKS, problem, got=gone[0], hint=hint)
             damaged = [
                 one.name
@@ -216,7 +216,9 @@ class RowTraffic:
             if damaged:
                 self.store.remove(damaged)  # so that it can be stored again
                 problem = "The checksum of an object does not match its bytes"
-                hint = "Compute the tokens instead. The damaged object was removed"
+                hint = (
+                    "Compute these tokens instead of fetching them. The damaged object was removed"
+                )
                 raise AtlasError(Code.CHECKSUM, problem, got=damaged[0], hint=hint)
 
         return self.calls.start(call)

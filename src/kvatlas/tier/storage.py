@@ -34,7 +34,7 @@ StoredPart = tuple[int, Any, tuple[int, int], Mapping[NeededBlock, int]]
 """One rank's part of a store: the rank, its blocks, the token range, and the tier's block ids."""
 
 Read = Callable[[Sequence[Any]], None]
-"""Executes copies from a tier, which may be grids of runs if `takes_sums` is true."""
+"""Executes copies from a tier. Copies may have `Copy.starts` if `takes_sums` is true."""
 
 Write = Callable[[Sequence[Any]], PartSums | None]
 """Executes copies into a tier and returns the known contributions to block checksums."""
@@ -105,7 +105,7 @@ class TierStorage:
         return self.carry("store", copies, self.writing(plan, rank, pools)), brought
 
     def takes_sums(self, pools: Mapping[int, Any] | None) -> bool:
-        """Return whether `reading` accepts copies with several starts: true for host memory."""
+        """Return whether `reading` accepts copies with `Copy.starts`: not for GPU pools."""
         return not is_on_gpu(pools)
 
     def reading(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Read:
@@ -120,7 +120,7 @@ class TierStorage:
     def offload_of_sums(
         self, plan: Plan, rank: int, pools: Mapping[int, Any] | None
     ) -> GpuOffload | None:
-        """Return the offload that moves copies with several starts between GPU pools and the tier.
+        """Return the offload between GPU pools and the tier for copies with `Copy.starts`.
 
         Return None if the pools are not on a GPU or the tier's memory is not pinned.
         """
@@ -149,7 +149,10 @@ class TierStorage:
         return GpuOffload(memory, host, pinned=pinned, block_bytes=sizes, staging=staging)
 
     def carried(self, carry: Carry) -> Write:
-        """Return a function that copies with `carry` into the tier's memory, then into its file."""
+        """Return `carry`, or for a tier in a file a function that also writes the file.
+
+        The function copies with `carry` into staging memory, and from there into the file.
+        """
         file = self._file
         if file is None:
             return carry

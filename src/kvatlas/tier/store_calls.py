@@ -33,7 +33,9 @@ class Deadline:
 
     def passed(self) -> AtlasError:
         """Return the error to raise after the deadline."""
-        hint = "Compute the tokens instead, or open the tier with a larger timeout="
+        hint = (
+            "Compute the tokens instead of fetching them, or open the tier with a larger timeout="
+        )
         problem = "The store did not respond in time"
         got = f"no result within {self.timeout:g} seconds"
         return AtlasError(Code.DEADLINE, problem, got=got, hint=hint)

@@ -53,7 +53,7 @@ class Verdict(NamedTuple):
 
 
 class CopiedPrefix(NamedTuple):
-    """The result of `copy_prefix`, in objects."""
+    """The result of `copy_prefix`: how many objects were copied, and which were refused."""
 
     copied: int
     nbytes: int

@@ -3,8 +3,8 @@
 Full attention stores every block, so a later request can continue after any of them. A window or a
 recurrent state serves only the position for which it was stored. The policies are those of the
 pool (`kvatlas.pool.checkpoints`): the end of the prompt, the branch points of earlier requests,
-every k tokens. The rows of full attention in the tier are the record of earlier requests: a prompt
-branches off where they end.
+every k tokens. The tier does not record earlier requests. A prompt is taken to branch off where its
+prefix of stored rows of full attention ends.
 """
 
 from __future__ import annotations

@@ -131,8 +131,10 @@ def check_alike(plan: Plan, other: OtherRows) -> None:
     if mine != theirs:
         problem = "Rows of the two dtypes must have the same layers, groups and block sizes"
         sizes = [[group.block for group in made.groups] for made in (plan, other.plan)]
-        got = f"{len(mine)} layers in groups with blocks of {sizes[0]} tokens, and "
-        got += f"{len(theirs)} layers in groups with blocks of {sizes[1]} tokens"
+        got = (
+            f"{len(mine)} layers in groups with blocks of {sizes[0]} tokens, and "
+            f"{len(theirs)} layers in groups with blocks of {sizes[1]} tokens"
+        )
         hint = "Make both plans with the same block_size and options, except for the dtype"
         raise AtlasError(Code.BAD_PLAN, problem, got=got, hint=hint)
     if other.plan.max_len < plan.max_len:

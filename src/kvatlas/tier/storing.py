@@ -39,7 +39,7 @@ class OpenStore:
 
 
 class Ingests:
-    """The `Ingest` of each plan whose ranks store in a tier, compiled once per plan."""
+    """A cache with one `Ingest` for each plan whose ranks store blocks in a tier."""
 
     def __init__(self, tier: Plan) -> None:
         self._tier = tier
@@ -47,7 +47,7 @@ class Ingests:
         self._compiling = threading.Lock()
 
     def of(self, plan: Plan) -> Ingest:
-        """Return the ingest of a plan, the same object for all of its ranks."""
+        """Return the `Ingest` of a plan. All ranks of the plan share this object."""
         with self._compiling:
             return self._of(plan)
 
@@ -89,9 +89,11 @@ class StoreDesk:
     def end(
         self, store: OpenStore, brought: dict[Any, Delivery] | None, sums: PartSums | None
     ) -> StoreResult:
-        """End a store operation and return its result. `brought` is None if the rank has failed.
+        """End a store operation and return its result.
 
-        A block for which some rank has no `sums` is read again to compute its checksum.
+        `brought` contains the byte ranges that the rank has written, by `NeededBlock.shape`, or is
+        None if the rank has failed. `sums` are the rank's contributions to block checksums. A block
+        without the contributions of all ranks is read again to compute its checksum.
         """
         claim = store.claim
         try:

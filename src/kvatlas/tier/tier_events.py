@@ -245,7 +245,7 @@ class TierEvents:
 
 
 def _stretches(stops: Sequence[int], block: int) -> Iterator[list[int]]:
-    """Split ascending end positions of blocks, in tokens, into lists of adjacent blocks."""
+    """Split the end positions of blocks, ascending and in tokens, into lists of adjacent blocks."""
     begun: list[int] = []
     for stop in stops:
         if begun and stop != begun[-1] + block:

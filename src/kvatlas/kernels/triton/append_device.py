@@ -13,9 +13,9 @@ from kvatlas.kernels.triton.dequantise_device import TileStates, column_offsets,
 def append_side(buffer, steps, given, states, token, start, out, FORMAT: tl.constexpr):
     """Store and gather one side (K or V) for a tile of tokens of one sequence and head.
 
-    `given` contains the new rows of the sequence and head, and their token stride. `out` contains
-    the output address of each row. Rows whose block is evicted or not visible are gathered as
-    zeros.
+    `given` is (pointer to the new rows of this sequence and head, their token stride). `out`
+    contains the output address of each row. Rows whose block is evicted or not visible are gathered
+    as zeros.
     """
     column = tl.arange(0, FORMAT.width)[None, :]
     inside = column < FORMAT.dim

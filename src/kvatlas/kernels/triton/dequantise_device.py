@@ -102,8 +102,9 @@ multiply-add with -1 (0xBF80) subtracts."""
 def _codes_of_bytes(one: int, minus: int, kind: str) -> str:
     """Return PTX that converts the codes of four bytes, low nibbles first.
 
-    Operands $5 and $6 are subtracted from the codes. `one` is the upper byte of a 16-bit float
-    whose lowest mantissa bit is worth 1. `minus` contains the bits of -1 in that type.
+    Operands $5 and $6 are subtracted from the codes. `kind` is the PTX type of the results: "f16x2"
+    or "bf16x2". `one` is the upper byte of a 16-bit float whose lowest mantissa bit is worth 1.
+    `minus` contains the bits of -1.
     """
     ones = f"0x{one * 0x01010101:08X}"
     return f"""

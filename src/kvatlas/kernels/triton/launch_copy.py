@@ -119,7 +119,7 @@ def fold_copy(source: Placement, target: Placement, alignment: int = VECTOR) -> 
     if len(axes) > 3:
         raise AtlasError(
             Code.NOT_FOLDABLE,
-            "Merging contiguous axes must leave at most three axes besides the block axis",
+            "After merging contiguous axes, at most three may remain besides the block axis",
             got=f"{len(axes)} axes from {a} to {b}",
             hint="Copy the fields one by one",
         )

@@ -186,7 +186,7 @@ def _worked_out(
 def _attention_sides(
     layer: LayerCache, rows: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[StoredSide, StoredSide]:
-    """Return K and V of an attention layer; raise an error if new rows do not match them."""
+    """Return format and strides of K and V of an attention layer; check the new rows."""
     spec = layer.spec_as(Attention)
     heads, v_dim = layer.place("k").size("H"), spec.v_dim or spec.head_dim
     formats.refuse_head(spec.head_dim, "K")
@@ -206,7 +206,7 @@ def _attention_sides(
 def _latent_sides(
     layer: LayerCache, rows: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[StoredSide, StoredSide]:
-    """Return the latent and rotary rows of an MLA layer; raise an error if new rows do not fit."""
+    """Return format and strides of an MLA layer's two fields; check the new rows against them."""
     spec = layer.spec_as(LatentAttention)
     formats.refuse_head(spec.latent, "the latent")
     if not formats.writes_latent(spec):
@@ -224,7 +224,10 @@ def _latent_sides(
 def _turned_signs(
     form: StorageFormat, rows: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
-    """Return a mask per column, with the sign bit set if the rotation of int4 flips the sign."""
+    """Return a mask per column: the sign bit if the rotation of int4 flips the column's sign.
+
+    Return None for other formats.
+    """
     if form.kind != "int4":
         return None
     minus = signs(1 << form.rotation, device).repeat(form.width >> form.rotation) < 0

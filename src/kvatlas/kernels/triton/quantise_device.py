@@ -151,7 +151,7 @@ def pairs_apart(words):
 
 @triton.jit
 def smaller_pairs(a, b):
-    """Return the minimum of two tensors whose words contain two bfloat16, separately for each half.
+    """Return the element-wise minimum of two tensors of words; each word contains two bfloat16.
 
     If one operand is NaN, the result is the other.
     """
@@ -162,7 +162,7 @@ def smaller_pairs(a, b):
 
 @triton.jit
 def larger_pairs(a, b):
-    """Return the maximum of two tensors whose words contain two bfloat16, separately for each half.
+    """Return the element-wise maximum of two tensors of words; each word contains two bfloat16.
 
     If one operand is NaN, the result is NaN.
     """
@@ -243,9 +243,9 @@ def range_of(rows, PTX: tl.constexpr):
 
 @triton.jit
 def range_of_pairs(words):
-    """Return the minimum and maximum of each row as float32, for rows of words of two bfloat16.
+    """Return the minimum and maximum of each row as float32. A word contains two bfloat16.
 
-    Each is taken over both halves of all words. The maximum is NaN if the row contains NaN.
+    Both halves of all words of a row count. The maximum is NaN if the row contains NaN.
     """
     low = tl.reduce(tl.reduce(words, 1, smaller_pairs), 1, smaller_pairs)
     high = tl.reduce(tl.reduce(words, 1, larger_pairs), 1, larger_pairs)
@@ -302,7 +302,7 @@ def fifteenth_of(span, PTX: tl.constexpr):
 
 @triton.jit
 def quick_inverse(divisor):
-    """Return 1 / divisor, computed in PTX. Correctly rounded unless the divisor is tiny or huge."""
+    """Return 1 / divisor by PTX: correctly rounded, unless the divisor is tiny or huge."""
     inverse = tl.inline_asm_elementwise(
         "rcp.approx.f32 $0, $1;", "=f,f", [divisor], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -338,12 +338,15 @@ def least(COUNT: tl.constexpr):
 
 @triton.jit
 def e2m1_sizes(values, divisor, PTX: tl.constexpr):
-    """Return the nearest e2m1 codes of |values / divisor|, ties to even, without the sign.
+    """Return the nearest e2m1 codes of |values / divisor|, ties to even.
 
-    The caller must clamp results above 7, which include the NaN of an overflow, to 7. The e2m1
-    numbers up to 2 are twice as dense as those up to 4, which are twice as dense as the rest, so a
-    code is the minimum of three linear functions. All terms are scaled to denormals: rounding then
-    gives an integer multiple of the smallest float32, and the bit pattern is that integer.
+    The codes are 0 to 7, without the sign bit. A result may be above 7, for example if an overflow
+    gives NaN; the caller must clamp it to 7.
+
+    The e2m1 numbers up to 2 are twice as dense as those up to 4, which are twice as dense as the
+    rest, so a code is the minimum of three linear functions. All terms are scaled to denormals:
+    rounding then gives an integer multiple of the smallest float32, and the bit pattern is that
+    integer.
     """
     half = tl.abs(quotient_or_nan(values, 2.0 * divisor, PTX))
     code = tl.minimum(half * least(4), tl.fma(half, least(2), least(2)))

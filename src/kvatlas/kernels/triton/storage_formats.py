@@ -37,7 +37,7 @@ WIDEST = 512
 
 
 class StorageFormat(NamedTuple):
-    """Storage format of one side (K or V); a compile-time constant."""
+    """Storage format of K or of V; a compile-time constant."""
 
     kind: str
     """Quantisation of elements; see `dequantise_device`."""
@@ -63,7 +63,7 @@ class StorageFormat(NamedTuple):
 
 
 class SideRows(NamedTuple):
-    """Strides of one side's rows, scales and zero points.
+    """Strides of the rows, scales and zero points of K or of V.
 
     If a format has no scales or no zero points, the strides of rows are repeated as placeholders.
     """
@@ -74,7 +74,7 @@ class SideRows(NamedTuple):
 
 
 class StoredSide(NamedTuple):
-    """One side of a layer: its format and its strides."""
+    """The storage format and the strides of K or of V of a layer."""
 
     format: StorageFormat
     at: SideRows
@@ -100,7 +100,7 @@ def dot_of(q: torch.Tensor) -> Any:
 
 
 def stored_side(layer: LayerCache, side: str) -> StoredSide:
-    """Return one side of an attention layer, in the form that kernels expect."""
+    """Return the storage format and strides of K or V (`side`) of an attention layer."""
     spec = layer.spec_as(Attention)
     check_chip(layer)
     kind, bits = _kind(spec.cache, spec.dtype, side)
@@ -109,7 +109,7 @@ def stored_side(layer: LayerCache, side: str) -> StoredSide:
 
 
 def stored_latent(layer: LayerCache, name: str) -> StoredSide:
-    """Return the latent or rotary rows of an MLA layer, which are stored element by element."""
+    """Return the storage format and strides of an MLA layer's latents or rotary parts (`name`)."""
     spec = layer.spec_as(LatentAttention)
     check_chip(layer)
     dim = spec.latent if name == "latent" else spec.rope
@@ -183,7 +183,7 @@ def device_takes_ptx(device: torch.device) -> bool:
 
 @lru_cache(maxsize=256)
 def _kind(cache: str, dtype: str, side: str) -> tuple[str, int]:
-    """Return (quantisation kind, bits per stored element) of one side (K or V)."""
+    """Return (quantisation kind, bits per stored element) of K or V (`side`)."""
     both = sides(cache, DType.of(dtype), 128, 128)
     data = (both.k if side == "k" else both.v)[0].dtype
     if cache == "int4_per_token_head":

@@ -278,9 +278,10 @@ def get_rows(batch, token, head, tokens, FORMAT: tl.constexpr):
     """Load rows of a batch [tokens, heads, D] as [rows, parts, elements per part].
 
     With several parts, few threads share a row, so its maximum and scale need little exchange.
-    Formats without a scale have a single part. nvfp4 has two parts, the first and the second halves
-    of its blocks, so that a thread holds whole blocks. int4 is limited by instructions more than by
-    memory, so it loads without masks: rows past the end repeat the last token.
+    Formats without a scale have a single part. For nvfp4, part 0 has the first 8 elements of each
+    block of 16, and part 1 the last 8, so that a thread holds whole blocks. int4 is limited by
+    instructions more than by memory, so it loads without masks: rows past the end repeat the last
+    token.
     """
     NVFP4: tl.constexpr = FORMAT.kind == "nvfp4"
     MOST: tl.constexpr = FORMAT.width // 2 if NVFP4 else SHARED_PART

@@ -119,13 +119,13 @@ class Unpin(SessionQuestion, frozen=True, kw_only=True, tag="unpin"):
 
 
 class LearnPlan(SessionQuestion, frozen=True, kw_only=True, tag="learn_plan"):
-    """Register the plan of ranks that are going to store blocks."""
+    """Send the plan of ranks that will store blocks. Later messages contain only its hash."""
 
     plan: Annotated[bytes, Meta(max_length=_MAX_PLAN)]
 
 
 class BeginStore(KeysQuestion, frozen=True, kw_only=True, tag="begin_store"):
-    """Ask which blocks a rank may fill. If its plan is unknown, the reply is `SendPlan`."""
+    """Ask which blocks a rank may fill. If the server lacks the plan, the reply is `SendPlan`."""
 
     plan: PlanHash
     rank: Number
@@ -179,7 +179,10 @@ class KeysDropped(Message, frozen=True, kw_only=True, tag="keys_dropped"):
 
 
 class ListNames(SessionQuestion, frozen=True, kw_only=True, tag="list_names"):
-    """Ask for the (group, key) of each block completed after a mark of an earlier reply."""
+    """Ask for the (group, key) of each block that was completed after a mark.
+
+    A mark is a point in the order of completion, from the reply to an earlier `ListNames`.
+    """
 
     mark: Mark
 
@@ -187,7 +190,7 @@ class ListNames(SessionQuestion, frozen=True, kw_only=True, tag="list_names"):
 class NamesListed(Message, frozen=True, kw_only=True, tag="names_listed"):
     """Reply to `ListNames`: (group, key) of blocks completed after the mark, and the next mark.
 
-    The oldest blocks come first, up to a limit.
+    Blocks are in the order of completion. If there are too many, the last ones are left out.
     """
 
     names: Annotated[tuple[BlockName, ...], Meta(max_length=1 << 16)]

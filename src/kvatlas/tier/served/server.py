@@ -183,7 +183,7 @@ class TierServer:
     def _answer(self, question: Any, caller: Caller) -> Message:
         if self._closing and isinstance(question, _BEGINNINGS):
             problem = "The tier's server is shutting down"
-            got = f"a request {type(question).__name__}"
+            got = f"a request of type {type(question).__name__}"
             hint = "Repeat the call: it connects to the next server"
             raise AtlasError(Code.PEER_LOST, problem, got=got, hint=hint)
         if isinstance(question, m.Attach):
@@ -384,7 +384,7 @@ def _pinned(key: Key, hit: Hit) -> m.KeysPinned:
 
 def _no_session() -> AtlasError:
     problem, hint = "The client's session with the tier's server has ended", "Repeat the call"
-    return AtlasError(Code.UNKNOWN_SESSION, problem, got="a request of this session", hint=hint)
+    return AtlasError(Code.UNKNOWN_SESSION, problem, got="a request in this session", hint=hint)
 
 
 def _too_many(what: str) -> AtlasError:

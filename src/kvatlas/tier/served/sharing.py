@@ -67,7 +67,7 @@ def share_memory(at: str | Path, plan: Plan, *, timeout: float = 10.0) -> TierCl
 
 
 class _Host:
-    """Makes this process serve a tier while no other process does."""
+    """Makes this process serve a tier whenever no other process does."""
 
     def __init__(self, serve: Callable[[], ExitStack]) -> None:
         self._serve = serve

@@ -42,7 +42,7 @@ def scatter(content: Bytes, parts: Parts) -> None:
 
 
 def fill(content: Bytes, wanted: Sequence[tuple[int, Bytes]]) -> int:
-    """Copy parts of an object, each an (offset, memory) pair. Return the number of bytes copied."""
+    """Copy ranges of an object, given as (offset, memory) pairs. Return the bytes copied."""
     copied = 0
     for offset, into in wanted:
         some = content[offset : offset + into.nbytes]

@@ -50,8 +50,8 @@ class EncryptedStore(ObjectStore):
             from cryptography.exceptions import InvalidTag
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ImportError:
-            problem, hint = "Encryption requires cryptography", "pip install 'kvatlas[wire]'"
-            got = "no module cryptography"
+            problem, got = "Encryption requires the package cryptography", "no such package"
+            hint = "pip install 'kvatlas[wire]'"
             raise AtlasError(Code.MISSING_EXTRA, problem, got=got, hint=hint) from None
         self.store, self.keys = store, keys
         self._cipher, self._invalid = AESGCM, InvalidTag

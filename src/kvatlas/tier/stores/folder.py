@@ -1,9 +1,9 @@
 """`FolderStore`: one file per object, in a folder that several hosts may share.
 
-A file is written under a temporary name and linked to its final name when it is complete. An
-object is therefore complete or absent, and the first of two writers wins. Files are not flushed to
-disk: after a power failure, objects may be missing or damaged. The checksum of an object detects
-damage, and it counts as a miss. Symbolic links below the folder are not followed.
+A file is written under a temporary name and linked to its final name when it is complete. An object
+is therefore complete or absent, and the first of two writers wins. Files are not flushed to disk:
+after a power failure, objects may be missing or damaged. Damage is detected by an object's
+checksum, and a damaged object counts as a miss. Symbolic links below the folder are not followed.
 """
 
 from __future__ import annotations

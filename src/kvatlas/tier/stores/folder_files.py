@@ -37,7 +37,7 @@ _NAME = re.compile(r"[a-z0-9_-][a-z0-9_.-]*(/[a-z0-9_-][a-z0-9_.-]*)*")
 
 
 def is_name(name: str) -> bool:
-    """Return whether a text is a valid object name. An invalid one could lead out of the folder.
+    """Return whether a text is a valid object name. Other names could lead out of the folder.
 
     >>> is_name("kv2/0f3a/0.0-64/7"), is_name("kv2/../secret"), is_name("/etc/passwd")
     (True, False, False)
@@ -56,7 +56,7 @@ def leads_away(root: Path, path: Path) -> bool:
 
 
 def is_object(path: Path) -> bool:
-    """Return whether a path is a regular file. Opening a pipe, for example, could block forever."""
+    """Return whether a path is a regular file. Opening others, such as pipes, could block."""
     try:
         return is_there(path)
     except OSError:
@@ -64,7 +64,7 @@ def is_object(path: Path) -> bool:
 
 
 def is_there(path: Path) -> bool:
-    """Like `is_object`, but raises `OSError` if the disk fails."""
+    """Return the same as `is_object`, but raise `OSError` if the disk fails."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except (FileNotFoundError, NotADirectoryError):

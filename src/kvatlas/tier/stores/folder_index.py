@@ -1,9 +1,9 @@
 """`FolderIndex`: an SQLite database with the size and the last use of each object of a folder.
 
-Files decide which objects exist. The index only limits their bytes, so a wrong index cannot lead to
-a wrong object. It is written before a file is created and after a file is removed: a process that
-dies in between leaves an entry without a file. The entry is deleted when it is next considered for
-eviction.
+Files decide which objects exist. The index only serves to limit their total size, so a wrong index
+cannot lead to a wrong object. It is written before a file is created and after a file is removed: a
+process that dies in between leaves an entry without a file. The entry is deleted when it is next
+considered for eviction.
 
 The symbolic link `.index` in the folder contains the name of the database. An index that is missing
 or damaged is replaced by a new database under another name, built from the files. Meanwhile other
@@ -132,7 +132,10 @@ class FolderIndex:
             self._close()
 
     def before_fork(self, until: float) -> bool:
-        """Close the database and keep the lock. Return False if a thread does not release it."""
+        """Acquire the lock and close the database. Return False if the lock is not free in time.
+
+        `after_fork` releases the lock. `until` is a value of `time.monotonic`.
+        """
         if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
             return False
         self._close()

@@ -146,8 +146,8 @@ class FolderSpace:
     def _consider(self, database: sqlite3.Connection, one: Candidate) -> tuple[int, int]:
         """Evict an object, unless it is being written or was used after the time in the index.
 
-        Returns the number of freed bytes, and a time: that of the last use if the object was kept
-        because of this use, otherwise 0.
+        Returns (freed bytes, time). The time is that of the last use if the object was kept because
+        of this use, otherwise 0.
         """
         now = time.time_ns()
         if one.writing and now - one.writing < _RESERVED:

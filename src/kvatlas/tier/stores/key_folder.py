@@ -34,7 +34,7 @@ class KeyFolder:
     def create(self, tenant: str) -> Path:
         """Write a random key for a tenant, given by its name, and return the path of the file.
 
-        The file appears with all of its bytes, which are then on disk, or not at all.
+        The file appears only after all of its bytes are on disk.
         """
         digest = blake2b(tenant.encode(), digest_size=16).hexdigest()
         path = self.path / f"{digest}.key"
@@ -59,7 +59,7 @@ class KeyFolder:
         return path
 
     def has(self, digest: str) -> bool:
-        """Return whether a tenant, given by its digest, has a key that `key` returns."""
+        """Return whether `key` would return a key for a tenant, given by its digest."""
         try:
             self.key(digest)
         except AtlasError:

@@ -227,9 +227,9 @@ class BucketStore(ObjectStore):
 
 
 class _Runtime:
-    """The process in which the threads of `obstore` run, or 0 before the first request.
+    """The id of the process in which the threads of `obstore` run; 0 before the first request.
 
-    `obstore` starts them once. They do not exist in a forked child, where requests would hang.
+    `obstore` starts its threads once. A forked child lacks them, so its requests would hang.
     """
 
     process = 0

@@ -1,8 +1,9 @@
 """`RedisStore`: objects in Redis or Valkey.
 
-All objects of one key of the tier are fields of one hash in Redis. The name of the hash is the
-first four words of the objects' names. Redis therefore evicts whole rows, and removing a key is one
-command. Configure `maxmemory` and a policy such as `allkeys-lru` in the server.
+All objects of one key of the tier are fields of one hash in Redis. The objects' names, which are
+words separated by slashes, have the same first four words, and these are the name of the hash.
+Redis therefore evicts whole rows, and removing a key is one command. Configure `maxmemory` and a
+policy such as `allkeys-lru` in the server.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class RedisStore(ObjectStore):
     def ranges(self, name: str, wanted: Sequence[tuple[int, Bytes]]) -> int:
         """Read parts of an object and return the number of bytes read, or `ABSENT`.
 
-        Redis has no command for a part of a field, so that the whole object is transferred.
+        Redis has no command for a part of a field, so the whole object is transferred.
         """
         [answer] = self._hashes("hget", [name])
         return ABSENT if answer is None else fill(np.frombuffer(answer, np.uint8), wanted)
@@ -191,7 +192,7 @@ class RedisStore(ObjectStore):
 
 
 def _place(name: str) -> tuple[str, str]:
-    """Return the hash and the field of an object. Short names are hashes with one field.
+    """Return the hash and the field of an object. For a short name, the field is "".
 
     >>> _place("kv2/tenant/namespace/key/0.0-64/0"), _place("kv2/tenant/marks/digest")
     (('kv2/tenant/namespace/key/', '0.0-64/0'), ('kv2/tenant/marks/digest', ''))

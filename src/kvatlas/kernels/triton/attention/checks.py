@@ -117,9 +117,11 @@ def _debug_batch(
     checks.in_range(call.tables[reached], call.layer.kernel_blocks.size("B"))
 
 
+_CHECK_COUNTS = "Check `lengths` and the query counts; queries are the last tokens of a sequence"
+
+
 def _bad_batch(problem: str, got: str) -> AtlasError:
-    hint = "Check `lengths` and the query counts; queries are the last tokens of a sequence"
-    return AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
+    return AtlasError(Code.BAD_TENSOR, problem, got=got, hint=_CHECK_COUNTS)
 
 
 def refuse_schedule(given: Schedule, split: WorkSplit, count: int) -> None:
@@ -130,11 +132,13 @@ def refuse_schedule(given: Schedule, split: WorkSplit, count: int) -> None:
     if given.sequences != count:
         problem = f"The schedule must be for the {count} sequences of the batch"
         got = f"a schedule for {given.sequences} sequences"
-        hint = "Call schedule with this batch's lengths"
+        hint = "Compute a schedule from the `lengths` of this batch"
         raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
     if given.split != split:
         pairs = zip(split._fields, given.split, split, strict=True)
         problem = "The schedule must have the work split of this layer, dtype and `max_queries`"
-        got = ", ".join(f"{name}={old} instead of {new}" for name, old, new in pairs if old != new)
-        hint = "Pass split_of this layer, with the `max_queries` of this call, to schedule"
-        raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
+        unlike = [f"{name}={old} instead of {new}" for name, old, new in pairs if old != new]
+        hint = (
+            "Call split_of with this layer, dtype and `max_queries`, and schedule with the result"
+        )
+        raise AtlasError(Code.BAD_TENSOR, problem, got=", ".join(unlike), hint=hint)

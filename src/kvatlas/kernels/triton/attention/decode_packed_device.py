@@ -4,8 +4,8 @@ States (cached tokens) are the rows of the dot products and queries their column
 needs at least 16 rows but only 8 columns. K and V are loaded as 16-bit words, so that they move
 from shared memory directly into the registers of a dot product. There, each word is unpacked into
 its 1, 2 or 4 elements. One dot product is computed for the first elements of all words, one for the
-second, and so on (`packed_words_device`). Loaded as bytes, elements would have to be gathered one
-by one, or written to shared memory a second time.
+second, and so on (`packed_words_device`). If elements were loaded as bytes, they would have to be
+gathered one by one, or written to shared memory a second time.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class ValueScales(NamedTuple):
 def above_zero(scale):
     """Replace scales of 0, which cleared blocks have, by a tiny positive scale.
 
-    The logarithm of 0 would make all sums infinite. The maximum is taken over bit patterns as
-    unsigned integers: they have the same order as the scales, and NaN is above all of them, so NaN
-    is kept.
+    Otherwise the logarithm of 0 would make all sums infinite. Scales are compared as bit patterns
+    (unsigned integers), which have the same order as the scales. NaN is above all other patterns,
+    so NaN is kept.
     """
     bits = scale.to(tl.uint32, bitcast=True)
     return tl.maximum(bits, CLEARED_BITS).to(tl.float32, bitcast=True)

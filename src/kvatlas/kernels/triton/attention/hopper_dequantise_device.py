@@ -34,8 +34,8 @@ _E4M3_BF16 = gl.constexpr("""
 def _codes(one: int, minus: int, kind: str) -> str:
     """Return PTX that converts the eight 4-bit codes of a word and subtracts operand $5 from each.
 
-    `one` is the upper byte of a 16-bit float whose lowest mantissa bit is worth 1. `minus` contains
-    the bits of -1 in that float type.
+    `kind` is the PTX type of the results: "f16x2" or "bf16x2". `one` is the upper byte of a 16-bit
+    float whose lowest mantissa bit is worth 1. `minus` contains the bits of -1.
     """
     ones = f"0x{one * 0x01010101:08X}"
     parts = "".join(
@@ -139,7 +139,7 @@ def bytes_apart(words, ELEMENT: gl.constexpr, DOT: gl.constexpr):
 
 @gluon.jit
 def int4_apart(words, zeros, DOT: gl.constexpr):
-    """Unpack 32-bit words of eight 4-bit codes to `DOT`, and subtract their row's zero point."""
+    """Unpack words of eight 4-bit codes to dtype `DOT`, and subtract the row's zero point."""
     zeros = (zeros + (0x6400 if DOT == gl.float16 else 0x4300)) * 0x10001
     zeros = gl.expand_dims(zeros, 1) + words * 0
     if DOT == gl.float16:

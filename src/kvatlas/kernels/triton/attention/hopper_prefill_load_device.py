@@ -72,7 +72,7 @@ def starts_of(steps, table, states, head, STATES: gl.constexpr, UNIT: gl.constex
 
 @gluon.jit
 def copy_rows(side, elements, pages, places, head, to, there, FORMAT: gl.constexpr):
-    """Start an asynchronous copy of a tile's rows of K or V to shared memory, unchanged."""
+    """Start to copy a tile's rows of K or V to shared memory, asynchronously and unchanged."""
     LOADS: gl.constexpr = pages.type.layout.parent
     rows = row_starts(side.rows, pages, places, FORMAT.unit)
     rows += head.to(gl.int64) * side.rows.head * FORMAT.unit
@@ -114,7 +114,7 @@ def copy_tiles(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr):
 @gluon.jit
 def load_apart(cache, side, table, begin, work, STATES: gl.constexpr, TILE: gl.constexpr,
                FORMAT: gl.constexpr):  # fmt: skip
-    """Load a tile's rows of K or V; return (words, zero points or scales to unpack them).
+    """Load a tile's rows of K or V; return (words, zero points or scales for `put_apart`).
 
     The second result is 0 for formats that need neither.
     """
@@ -143,7 +143,10 @@ def load_apart(cache, side, table, begin, work, STATES: gl.constexpr, TILE: gl.c
 
 @gluon.jit
 def put_apart(words, with_rows, to, FORMAT: gl.constexpr, DOT: gl.constexpr):
-    """Unpack the words of a tile's rows, and store them in shared memory as `DOT`."""
+    """Unpack the words of a tile's rows, and store the elements in shared memory as `DOT`.
+
+    `with_rows` is the second result of `load_apart`.
+    """
     if FORMAT.kind == "int4":
         to.store(int4_apart(words, with_rows, DOT))
     elif FORMAT.kind == "nvfp4":

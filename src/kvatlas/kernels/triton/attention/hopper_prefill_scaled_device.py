@@ -117,7 +117,10 @@ def put_k(loaded, to, factors, SHAPE: gl.constexpr):
 
 @gluon.jit
 def put_v(loaded, to, factors, SHAPE: gl.constexpr):
-    """Store rows of V and their scales in shared memory, with the last word of a row first."""
+    """Store rows of V, rotated by one word, and their scales in shared memory.
+
+    The last word of a row is stored first: it replaces the word that contained K's scale.
+    """
     words, behind = loaded
     columns = gl.arange(0, words.shape[1], layout=gl.SliceLayout(0, words.type.layout))
     words = gl.where((columns == 0)[None, :], behind.to(gl.int32)[:, None], words)

@@ -39,7 +39,10 @@ ROWS = gl.constexpr(64)
 
 @gluon.jit
 def begin_logits(room, signals, phase, zero, WHO: gl.constexpr, LOGITS: gl.constexpr):
-    """Start to multiply the queries by an MMA group's tile of keys, each half once it is loaded."""
+    """Start the products of the queries and an MMA group's tile of keys.
+
+    A tile is loaded in two halves. The products of each half start once the half is loaded.
+    """
     latents = room.latents.index(WHO + zero)
     query = room.query.index(zero)
     query_rope = room.query_rope.index(zero)
@@ -210,7 +213,11 @@ def put(
     out, partials, scoring, softmax, where, WHO: gl.constexpr, SHAPE: gl.constexpr,
     TILING: gl.constexpr,
 ):  # fmt: skip
-    """Write the output if the worker processed the whole sequence, else a partial result."""
+    """Write the output if the worker processed the whole sequence, else a partial result.
+
+    `where` is (first token, number of queries, whether the worker processed the first tile of the
+    sequence, whether it processed the last one).
+    """
     acc, top, total = softmax
     start, count, begun, ended = where
     GROUP: gl.constexpr = SHAPE.out.group

@@ -36,7 +36,10 @@ from kvatlas.kernels.triton.attention.latent_load_device import load_tiles
 
 @gluon.jit
 def begin_logits(room, signals, phase, zero, WHO: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start to multiply an MMA group's tile of keys by the queries, each half once it is loaded."""
+    """Start the products of an MMA group's tile of keys and the queries.
+
+    A tile is loaded in two halves. The products of each half start once the half is loaded.
+    """
     ROWS: gl.constexpr = room.query.shape[1]
     latents = room.latents.index(WHO + zero)
     query = room.query.index(zero)
@@ -196,7 +199,10 @@ def put(
     out, partials, scoring, softmax, where, WHO: gl.constexpr, SHAPE: gl.constexpr,
     TILING: gl.constexpr,
 ):  # fmt: skip
-    """Write the output if the worker processed the whole sequence, else a partial result."""
+    """Write the output if the worker processed the whole sequence, else a partial result.
+
+    `where` is that of `latent_decode_device.put`.
+    """
     acc, top, total = softmax
     start, count, begun, ended = where
     GROUP: gl.constexpr = SHAPE.out.group

@@ -3,7 +3,7 @@
 | warp group | task |
 |---|---|
 | two MMA groups | each computes the logits of every other tile, and 256 of the sums' 512 columns |
-| one load group | loads a half tile once the MMA group that used the buffer has released it |
+| one load group | loads half tiles; it first waits until an MMA group has released the buffer |
 
 Shared memory contains the queries and two tiles. While one MMA group computes the softmax of its
 tile, the matrix products of the other group run. Each MMA group adds the values of both tiles to

@@ -70,7 +70,7 @@ def row_pointers(elements, rows, FROM: gl.constexpr, COUNT: gl.constexpr, LOADS:
 
 @gluon.jit
 def copy_tile(cache, pages, places, room, signals, phase, TO: gl.constexpr, SHAPE: gl.constexpr):
-    """Start to copy a tile to shared memory, each half once its buffer is released."""
+    """Start to copy the two halves of a tile to shared memory, each once its buffer is released."""
     LOADS: gl.constexpr = pages.type.layout.parent
     elements = cache.buffer.to(gl.pointer_type(SHAPE.k.element), bitcast=True)
     rows = row_starts(cache.k.rows, pages, places, SHAPE.k.unit)

@@ -179,7 +179,10 @@ def _worked_out(
 
 
 def _attention_sides(layer: LayerCache, q: torch.Tensor) -> tuple[StoredSide, StoredSide]:
-    """Return K and V of an attention layer; raise an error if no kernel supports the queries."""
+    """Return format and strides of K and V of an attention layer.
+
+    Raises an error if no kernel supports the layer or the queries.
+    """
     spec = layer.spec_as(Attention)
     formats.refuse_head(spec.head_dim, "K")
     formats.refuse_head(spec.v_dim or spec.head_dim, "V")
@@ -195,7 +198,10 @@ def _attention_sides(layer: LayerCache, q: torch.Tensor) -> tuple[StoredSide, St
 
 
 def _latent_sides(layer: LayerCache, q: torch.Tensor) -> tuple[StoredSide, StoredSide]:
-    """Return the latent and rotary rows of an MLA layer; raise an error if no kernel fits."""
+    """Return format and strides of an MLA layer's latents and rotary parts.
+
+    Raises an error if no kernel supports the layer.
+    """
     spec = layer.spec_as(LatentAttention)
     formats.refuse_head(spec.latent, "the latent")
     if not formats.attends_latent(spec):
@@ -362,7 +368,7 @@ def prefill_on_hopper(
 
 
 def _hopper_loads(form: formats.StorageFormat, at: SideRows, dot: Any) -> bool:
-    """Whether Hopper's prefill can load rows of a format, as vectors or as words."""
+    """Whether Hopper's prefill kernel can load rows of format `form` with the strides `at`."""
     if form.tile or at.rows.element != 1:
         return False
     if form.element == dot:

@@ -62,7 +62,10 @@ def merge_row(
     pointers, partials, scoring, walked, where, OUT: tl.constexpr, TILING: tl.constexpr,
     WRAP: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results of one row, from its first to its last worker."""
+    """Merge the partial results of one row, and write the output row.
+
+    `walked` is (first worker, last worker). `where` is (program, row of the tile, query head).
+    """
     WIDTH: tl.constexpr = OUT.width
     begin, until = walked
     program, place, query_head = where

@@ -3,7 +3,7 @@
 | elements | per word | operand of the dot product |
 |---|---|---|
 | 16 bits | 1 | the element |
-| 8 bits | 2 | the element, as float16; for int8 of K plus 1152 |
+| 8 bits | 2 | the element, as float16; for int8 of K, the element plus 1152 |
 | int4 of K | 4 | 1024 + code, or 1024 + 16 * code for queries that are divided by 16 |
 | int4 of V, and codes of kind `range` | 4 | 1 + code / 16 |
 | nvfp4 | 4 | the number, times 2**-14 |
@@ -182,7 +182,7 @@ class QuerySums(NamedTuple):
 
 @triton.jit
 def pairs(words, ELEMENT: tl.constexpr, DOT: tl.constexpr, RAISED: tl.constexpr, PTX: tl.constexpr):
-    """Unpack words of two elements: return all first elements, then all second elements."""
+    """Unpack words of two elements; return (first element of each word, second element of each)."""
     if PTX:
         CODE: tl.constexpr = (
             _E4M3 if ELEMENT == tl.float8e4nv else _E5M2 if ELEMENT == tl.float8e5

@@ -1,7 +1,7 @@
 """Schedule of a step: query offsets and tile counts, which all layers of the step share.
 
-A kernel with one program computes it from lengths and query counts on the device. No step waits for
-the host, so a captured graph can be replayed with other lengths.
+A kernel with one program computes the schedule from lengths and query counts on the device. No step
+waits for the host, so a captured graph can be replayed with other lengths.
 """
 
 from __future__ import annotations

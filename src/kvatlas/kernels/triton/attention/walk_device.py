@@ -73,7 +73,10 @@ def first_seen(position, size, MASK: tl.constexpr):
 
 @triton.jit
 def seen_by(states, position, least, sink_tokens, MASK: tl.constexpr):
-    """Return whether a query at `position` sees a state (cached token); arguments are broadcast."""
+    """Return whether a query at `position` sees a state (cached token).
+
+    `least` is the result of `first_seen` for the query. Arguments are broadcast.
+    """
     seen = states <= position
     if MASK == "sinks":
         seen = seen & ((states >= least) | (states < sink_tokens))
@@ -158,8 +161,9 @@ def pages(stretch, begin, STATES: tl.constexpr, TILE: tl.constexpr, FIT: tl.cons
 
 @triton.jit
 def state_of(n, offset, STATES: tl.constexpr, FIT: tl.constexpr):
-    """Return two terms whose sum is the index of each state (cached token) in its page.
+    """Return two terms whose sum is the index in its page of each state (cached token) of a tile.
 
+    `n` is the position of the tile's first state, and `offset` [TILE] counts states from there.
     The first term is the same for all states of the tile.
     """
     if FIT == "tile in page":
