@@ -126,9 +126,9 @@ class ElementCast(NamedTuple):
 
 
 class CellRow(NamedTuple):
-    """The elements of one field in a cell, which begin at byte `at` of the cell.
+    """The elements of one field in a cell; the first element is at byte `at` of the cell.
 
-    `items` is their number, or the number of bytes if several elements share a byte.
+    `items` is the number of elements, or the number of bytes if several elements share a byte.
     """
 
     name: str
@@ -207,7 +207,7 @@ class CellFormat:
     def cast_to(self, other: CellFormat, name: str) -> ElementCast:
         """Return the elementwise conversion of field `name` to the format `other`.
 
-        Both formats must be `by_element`.
+        `by_element` must be true for both formats.
 
         >>> from kvatlas.specs import FullAttention
         >>> specs = [FullAttention(heads=1, head_dim=2, cache=cache) for cache in ("auto", "fp8")]

@@ -32,8 +32,9 @@ Version = Literal["v3", "v4", "v4.1"]
 class _Format(NamedTuple):
     """Row format of a sparse kernel.
 
-    `latent`, `rope` and `scale` are dtypes, and `block` elements share one scale. With
-    `rope_scaled`, rotary elements have scales too. With `inline`, scales are in the cell.
+    `latent`, `rope` and `scale` are dtypes, and `block` elements share one scale. If
+    `rope_scaled` is true, rotary elements have scales too. If `inline` is true, scales are in
+    the cell; otherwise they follow all rows of the page.
     """
 
     latent: str
