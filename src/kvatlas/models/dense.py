@@ -180,7 +180,7 @@ def block_sparse(decoder: Decoder) -> Iterator[Layer]:
 
 
 def _sparse_layers(config: Config) -> list[bool]:
-    """Return which layers have an indexer, from the layer types that transformers writes."""
+    """Return for each layer whether `layer_types` in the config specifies an indexer for it."""
     if not config.has("layer_types"):
         return [False] * config.depth()
     words = config.per_layer("layer_types", config.depth(), extra=config.predictors())
@@ -192,7 +192,7 @@ def _sparse_layers(config: Config) -> list[bool]:
 
 
 def gpt_neo(decoder: Decoder) -> Iterator[Layer]:
-    """Yield the caches of GPT-Neo, which keeps all tokens in local layers as well."""
+    """Yield the caches of GPT-Neo, whose layers with local attention also cache all tokens."""
     config = decoder.config
     heads = config.count("num_heads", "num_attention_heads")
     head_dim = config.quotient(config.hidden(), heads, "num_heads")

@@ -38,7 +38,7 @@ def delta_net(decoder: Decoder, *, dtype_key: str | None = None) -> Iterator[Lay
 
 
 def gated_delta_net(decoder: Decoder, ssm_dtype: str | None = None) -> GatedDeltaNet:
-    """Return the spec of a gated delta net; vLLM's default for its states is `ssm_dtype`."""
+    """Return the spec of a gated delta net; `ssm_dtype` is vLLM's default for its states."""
     config = decoder.config
     return GatedDeltaNet(
         key_heads=config.count("linear_num_key_heads"),

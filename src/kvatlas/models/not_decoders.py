@@ -1,4 +1,4 @@
-"""Raise errors for models, known by name, that have no KV cache or none that can be planned."""
+"""Raise errors for models that have no KV cache, or caches that cannot be planned."""
 
 from __future__ import annotations
 

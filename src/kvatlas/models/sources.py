@@ -97,9 +97,8 @@ def _from_entry(entry: CatalogueEntry) -> Source:
 def _from_file(path: Path) -> Source:
     """Return the config in file `path`, or in the config.json of folder `path`.
 
-    A folder without a config.json may have Mistral's params.json.
-
-    The name of the model comes from the path.
+    A folder without a config.json may have Mistral's params.json. The name of the model is taken
+    from the path.
     """
     if path.is_dir():
         names = ("config.json", "params.json")
