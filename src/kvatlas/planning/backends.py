@@ -75,7 +75,7 @@ class Backend(msgspec.Struct, frozen=True):
     the blocks of a layer are adjacent."""
 
     def takes(self, block: int) -> bool:
-        """Return whether the backend supports blocks of `block` tokens, even if it splits them."""
+        """Return whether the backend supports blocks of `block` tokens, split or not."""
         return any(block % size == 0 for size in self.sizes)
 
     def reads(self, block: int) -> bool:
@@ -89,7 +89,7 @@ class Backend(msgspec.Struct, frozen=True):
         return max((size for size in self.sizes if block % size == 0), default=None)
 
     def with_strides(self) -> Backend:
-        """Return the backend, with more layouts if its kernels take any block stride (`strided`).
+        """Return the backend, with more layouts if its kernels accept any block stride.
 
         vLLM passes the strides of a plan to its kernels. A `strided` backend therefore also
         supports layouts in which the blocks of a layer are not adjacent.

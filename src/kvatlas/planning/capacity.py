@@ -33,7 +33,8 @@ MOST_LENGTHS = 1 << 20
 def longest_promised(request: PlanRequest) -> int:
     """Return the request length, in tokens, up to which a plan keeps the promise.
 
-    An engine accepts no request above `max_len`, so a plan for an engine makes no promise there.
+    An engine accepts no request above `max_len`, so a plan for an engine promises nothing for
+    longer requests.
     """
     return request.max_len if request.runs_on else max(request.max_len, LENGTHS)
 

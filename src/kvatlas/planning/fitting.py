@@ -199,7 +199,7 @@ class Fitting:
         dcp: int = 1,
         ep: int | None = None,
     ) -> Fit:
-        """Return the fit in the topology that some of its sizes determine; see `given_topology`.
+        """Return the fit in the topology that `given_topology` derives from the given sizes.
 
         `ep` defaults to all GPUs if a mixture-of-experts model has replicas, and else to 1.
         """
@@ -240,7 +240,7 @@ class Fitting:
                 yield fit
 
     def _topologies(self, gpus: int, pp: int, most: int) -> Iterator[Topology]:
-        """Yield the topologies of `gpus` GPUs per stage, with at most `most` ranks."""
+        """Yield the topologies of `gpus` GPUs per stage, with a tp of at most `most`."""
         for tp in (n for n in range(min(gpus, most), 0, -1) if gpus % n == 0):
             topology = Topology(tp=tp, pp=pp, dp=gpus // tp)
             deal = self._deals_experts(topology)
@@ -249,7 +249,7 @@ class Fitting:
     def _deals_experts(self, topology: Topology) -> bool:
         """Return whether to distribute the experts over all replicas.
 
-        This never takes more memory than replicating them.
+        Distributed experts never take more memory than replicated ones.
         """
         return topology.dp > 1 and topology.pp == 1 and self._has_experts
 

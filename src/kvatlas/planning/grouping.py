@@ -241,7 +241,7 @@ def by_tokens(layers: list[SizedLayer]) -> list[GroupDraft]:
 def _merged(layer: SizedLayer) -> tuple[object, ...]:
     """Return a key that is equal for layers that can share a block table and a kind of page.
 
-    It ignores the window of a layer that keeps all tokens.
+    The key does not include the window of a layer that keeps all tokens.
     """
     spec = layer.spec
     if layer.kind != "full_attention" or not isinstance(spec, Attention):

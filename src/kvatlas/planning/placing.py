@@ -233,7 +233,7 @@ def _least_blocks(needs: Sequence[int], named: Sequence[int | None]) -> list[int
 
 
 def least_memory(request: PlanRequest, draft: PlanDraft) -> int:
-    """Return the least bytes per rank with which a request of `max_len` tokens fits in a draft."""
+    """Return the fewest bytes per rank at which a request of `max_len` tokens fits in a draft."""
     return _least_memory(request, draft.pools, draft.stages(request))
 
 

@@ -340,9 +340,9 @@ def _check_groups(plan: PlanData) -> None:
 
 
 def _check_segments(pool: Pool, regions: list[tuple[Region, Placement]]) -> None:
-    """Check that segments ascend with gaps between them, and that each contains whole placements.
+    """Check that segments ascend with gaps between them, and that no layer crosses a gap.
 
-    A placement is that of the pages of one layer, or of one of its fields.
+    `regions` contains the placements of all pages of a region, or of one field of these pages.
     """
     if pool.segments is msgspec.UNSET:
         return

@@ -285,7 +285,7 @@ def _version(plan: Plan) -> int:
 
 
 def _of_version(plan: Plan, version: int) -> Plan:
-    """Return `plan`, which was read from JSON of `version`; raise an error if it is a newer one."""
+    """Return `plan`; raise an error if it has features that JSON of `version` cannot contain."""
     if version < _version(plan):
         got = f"fields apart or segments in a plan of version {version}; they need version 2"
         hint = "Create the plan again with this version of kvatlas"

@@ -155,7 +155,7 @@ class SizedLayer:
 
     @property
     def alignment(self) -> int:
-        """A number of bytes. The block stride must be a multiple of it."""
+        """The number of bytes that must divide the block stride."""
         if self.apart is None:
             return 1
         unit, size = self.apart
