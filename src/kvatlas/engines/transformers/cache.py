@@ -108,7 +108,7 @@ class AtlasCache(TransformersCache):
 
     @property
     def cache(self) -> Cache:
-        """The pages. States that the model has updated in place are written back first."""
+        """The pages, after states that the model updated in place have been written back."""
         self.batch.settle()
         return self._cache
 

@@ -107,7 +107,7 @@ class PagedAttentionLayer(CacheLayerMixin):
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def _room(self, rows: int, heads: int, dtype: torch.dtype) -> Pair:
-        """Allocate K and V for `rows` tokens; up to an eighth more memory is allocated.
+        """Allocate K and V for `rows` tokens, with up to an eighth of additional memory.
 
         The number of tokens grows at every step. Rounding it up lets torch's caching allocator
         reuse the memory of the previous step. A new device allocation would take longer than the

@@ -98,7 +98,7 @@ class DecodeGraph:
     def _is_step(self, ids: Tensor, options: dict[str, Any]) -> bool:
         """Return whether a forward call adds one token to every sequence of the cache.
 
-        Return False if it has options that a captured step does not support.
+        Return False if the call has options that a captured step does not support.
         """
         positions = options.get("position_ids")
         return (

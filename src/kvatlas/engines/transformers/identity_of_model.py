@@ -95,9 +95,10 @@ def _changed(config: Any, folder: Path) -> dict[str, Any]:
 def _is_loaded(model: Any, folder: Path, *, whole: bool) -> bool:
     """Return whether a model's tensors equal those in its checkpoint's files.
 
-    A tensor is compared with the tensor of the same name and shape in the files, by samples or, if
-    `whole` is true, completely. Tensors without such a tensor are not compared. If `whole` is true,
-    the result is false unless each tensor is compared, or shares the memory of one that is.
+    Each tensor is compared with the tensor of the same name and shape in the files. If `whole` is
+    true, all elements are compared, and each tensor must be in the files or share the memory of a
+    tensor that is in the files. If `whole` is false, samples are compared, and tensors that are not
+    in the files are skipped.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -100,7 +100,7 @@ class PrefixReuse:
     def begin(self, prompt: Sequence[int], identity: PrefixIdentity | None = None) -> int:
         """Begin a request and return how many tokens of its prompt need not be computed.
 
-        An active request that has not been ended is discarded.
+        If another request is still active, it is discarded.
         """
         self._leave()
         hit = self._admit(prompt, identity)
@@ -231,7 +231,7 @@ class PrefixReuse:
     def _reserve(self, tokens: int) -> None:
         """Reserve blocks for the request's first `tokens` tokens.
 
-        The pool may require that some of them are zeroed or copied. This function does both.
+        The pool may require that some blocks are zeroed or copied. This function does both.
         """
         if tokens <= self._reserved:
             return
@@ -257,7 +257,7 @@ class PrefixReuse:
 
 
 def _check_goes_on(model: Any) -> None:
-    """Raise an error if a call with several tokens ignores the model's recurrent states.
+    """Raise an error if a model ignores its stored states when called with several tokens.
 
     Some models of transformers ignore these states silently (Jamba, Bamba). To detect this, the
     function runs a few tokens in one call and in two calls on transformers' own cache. It then

@@ -86,9 +86,9 @@ class MadeOffers:
             del self._shared[parent]
 
     def _is_shareable(self, offer: _SharedOffer, prompt: str, tokens: int) -> bool:
-        """Return whether an offer is for this prompt digest and token count, and still lasts.
+        """Return whether a sibling with this prompt digest and token count may share an offer.
 
-        An offer counts as lasting while less than half of its lease has passed.
+        Siblings share an offer until half of its lease has passed.
         """
         same = (offer.remote.prompt, offer.remote.tokens) == (prompt, tokens)
         return same and time.monotonic() < offer.made + self._lease_seconds / 2

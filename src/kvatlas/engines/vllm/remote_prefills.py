@@ -63,7 +63,7 @@ class RemotePrefills:
     def begin_read(self, request_id: str) -> bool:
         """Begin a read; return whether the request is the only reader of its offer.
 
-        If so, the read also releases the offer.
+        If the result is true, the read also releases the offer.
         """
         final = self._readers.reads_alone(request_id)
         if final:

@@ -219,6 +219,6 @@ class TierWorker:
 
 
 def _threads() -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
-    """Return the threads that load, and the one that stores."""
+    """Return two thread pools: one for loads, and one with a single thread for stores."""
     loading = ThreadPoolExecutor(_LOADING, thread_name_prefix="kvatlas-load")
     return loading, ThreadPoolExecutor(1, thread_name_prefix="kvatlas-store")
