@@ -234,7 +234,7 @@ def plain_family(config: Config, architecture: str, warnings: list[str]) -> Fami
             Code.UNKNOWN_ARCHITECTURE,
             "The architecture is unknown and does not look like a plain decoder",
             got=f"{architecture or 'no architecture'}: {'; '.join(why)}",
-            hint="Add a reader for this architecture, or pass the config of a similar known model",
+            hint="Upgrade kvatlas, or pass the config of a known model with the same caches",
         )
     warnings.append(f"unknown architecture {architecture or '(none)'}: read as a plain decoder")
     if not config.has("num_key_value_heads", "num_kv_heads", "n_head_kv"):

@@ -1,7 +1,7 @@
 """An untrusted config whose values are checked as they are read.
 
 Model families use different keys for the same setting, so each getter takes all keys of a
-setting. It returns a checked value or raises an error that names the bad key. The given
+setting. A getter returns a checked value or raises an error that names the bad key. The given
 mapping is never modified.
 """
 

@@ -101,8 +101,8 @@ def glm5_next(decoder: Decoder) -> Iterator[Layer]:
 def step5(decoder: Decoder) -> Iterator[Layer]:
     """Yield the caches of Step5: sliding windows, and full attention with an indexer.
 
-    The indexer stores one row for eight tokens. Its ring is enlarged to the size of an attention
-    page.
+    The indexer stores one row for eight tokens. The indexer's ring is enlarged to the size of an
+    attention page.
     """
     config = decoder.config
     heads = config.count("num_attention_groups", default=8)

@@ -50,10 +50,10 @@ def rule_reasons(request: PlanRequest) -> Iterator[str]:
 
 
 def chip_warnings(request: PlanRequest) -> Iterator[str]:
-    """Yield warnings about the chip of a plan.
+    """Yield a warning if the chip is a problem for vLLM's plan.
 
-    There are two: vLLM refuses a backend of the model on this chip, or vLLM's plan depends on
-    the chip and the caller passed none.
+    Either vLLM refuses a backend of the model on this chip, or vLLM's plan depends on the chip and
+    the caller passed no chip.
     """
     used = dict.fromkeys(b.name for b in request.backends.values() if b)
     refused = [name for name in used if request.rules.refuses(name, request.chip)]

@@ -257,8 +257,8 @@ def packed_for(model: Model, backends: dict[str, Backend | None]) -> Model:
 def _sparse_layers(model: Model) -> set[int]:
     """Return the indices of layers that attend to selected tokens only.
 
-    Layers of latent attention without an indexer use the selection of the last layer that has an
-    indexer, unless the model has windows as well.
+    A latent layer without an indexer attends to the tokens that the indexer of an earlier layer has
+    selected, unless the model also has sliding windows.
     """
     indexed = {layer.index for layer in model.layers if isinstance(layer.spec, Indexer)}
     kinds = {type(layer.spec) for layer in model.layers}

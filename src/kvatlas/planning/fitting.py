@@ -139,8 +139,8 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 class Fitting:
     """Fits one model on GPUs of one kind, in any topology.
 
-    `weights_dtype` is the format of the weights; by default it is that of the checkpoint. `options`
-    are passed to `plan()`. They must not include the memory or the topology.
+    `weights_dtype` is the format of the weights, by default that of the checkpoint. `options` are
+    passed to `plan()` and must not include the memory or the topology.
     """
 
     def __init__(
@@ -378,7 +378,7 @@ def given_topology(
             Code.CONTRADICTORY,
             f"tp x pp x dp must be the number of GPUs, {gpus}",
             got=f"{topology}, a product of {topology.gpus}",
-            hint="Omit tp, change tp, pp or dp, or name the GPU without a number",
+            hint="Change or omit tp, pp or dp, or name the GPU without a number",
         )
     if topology.ep > topology.gpus:
         raise AtlasError(

@@ -209,8 +209,9 @@ def pack_unlike_pages(layers: list[SizedLayer]) -> list[GroupDraft]:
     if sum(len(group.layers) for group in groups) < len(layers):
         raise AtlasError(
             Code.PAGES_NOT_UNIFIED,
-            "These layers have pages of different sizes, and cannot be divided into equal groups",
-            got=f"sets of {', '.join(str(len(members)) for members in sets)} layers",
+            "Layers with pages of different sizes cannot be divided into equal groups",
+            got=f"sets of {', '.join(str(len(members)) for members in sets)} layers, where the "
+            "layers of a set need the same tokens",
             hint="Pass policy='atlas', which makes one group for each page size",
         )
     return [group for group in groups if group.layers]

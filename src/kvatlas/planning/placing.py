@@ -226,8 +226,8 @@ def divide_memory(
 def _least_blocks(needs: Sequence[int], named: Sequence[int | None]) -> list[int]:
     """Return the minimum number of blocks of each pool, including its null block.
 
-    Both arguments have one element per pool. `needs` contains the number of blocks that a request
-    needs. `named` contains the number of requests that must fit, or None for one request.
+    `needs` and `named` have one element per pool: the number of blocks that a request needs, and
+    the number of requests that must fit, or None for one request.
     """
     return [need * (many or 1) + 1 for need, many in zip(needs, named, strict=True)]
 

@@ -269,7 +269,8 @@ def _check_views(
         for name, seen in views.items():
             if any(step % seen.item for step in (seen.offset, *seen.strides)):
                 got = f"field {name} of layer {region.layers[index].name}, placed as {seen}"
-                raise AtlasError(Code.MISALIGNED, got=got, hint=_HINT)
+                what = "The elements of a field are not aligned to the size of an element"
+                raise AtlasError(Code.MISALIGNED, what, got=got, hint=_HINT)
 
 
 def _form(placed: Placement) -> tuple[object, ...]:

@@ -180,7 +180,7 @@ class CellFormat:
     def by_element(self) -> bool:
         """Whether elements can be converted one by one.
 
-        This requires that the cell has neither packed elements nor scales.
+        The value is true if the cell has neither packed elements nor scales.
         """
         scales = ("_scale", "_zero")
         return not any(row.dtype.packed or row.name.endswith(scales) for row in self.rows)

@@ -219,7 +219,7 @@ class CompressorState(_ReplicatedRows, frozen=True, kw_only=True, tag="compresso
 class Ring(_ReplicatedRows, frozen=True, kw_only=True, tag="ring"):
     """Raw rows of the tokens that are not compressed yet, in one block per request.
 
-    A compressed cache stores one state for a group of `group` tokens. It needs the raw rows of the
+    A compressed cache stores one state for a group of `group` tokens, and needs the raw rows of the
     last group until this group is complete. The row of token t is state t % `rows`. The ring is
     larger than a group if an engine decodes several speculative tokens at once.
 

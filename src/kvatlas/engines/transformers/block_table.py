@@ -190,9 +190,9 @@ class BlockTable:
         """Return a tuple (slots, mask) for `tokens`; attention must not read masked tokens.
 
         Tokens that are not stored or not visible are masked, and their slot is 0. The mask is None
-        if all tokens can be read. With chunked attention, tokens of a chunk that ended before `start`
-        are masked, because they may never have been stored. All layers of a group read the same
-        tokens, and only the first call may wait for the device.
+        if all tokens can be read. With chunked attention, tokens of a chunk that ended before
+        `start` are masked, because they may never have been stored. All layers of a group read the
+        same tokens, and only the first call may wait for the device.
         """
         if tokens not in self._to_read:
             slots = self.slots(tokens, padding)

@@ -1,6 +1,6 @@
 """The layers of an `AtlasCache`: attention, recurrent, hybrid and empty layers.
 
-They implement the layer interface of transformers' caches. Models update recurrent states in
+All of them implement the layer interface of transformers' caches. Models update recurrent states in
 place, in one contiguous tensor per batch, but the states are stored in scattered blocks. A layer
 therefore lends the model a temporary tensor and writes it back to the pages at the next access
 to the cache.
@@ -93,7 +93,7 @@ class PagedAttentionLayer(CacheLayerMixin):
     def _in_sight(self, start: int, heads: int, dtype: torch.dtype) -> Pair:
         """Return K and V of the tokens that transformers' mask covers.
 
-        They are zero for tokens that are not stored.
+        K and V of tokens that are not stored are zero.
         """
         tokens = range(self._offset(start), self.seen)
         slots, missing = self.table.slots_to_read(tokens, start, self.batch.padding)

@@ -137,7 +137,7 @@ class DecodeGraph:
 class _LookAtMask:
     """An asynchronous check that a mask hides the left padding and nothing else.
 
-    It is launched before a step, and its result is copied to the host while the step runs.
+    The check is launched before a step, and its result is copied to the host while the step runs.
     """
 
     def __init__(self, mask: Tensor, batch: SequenceBatch) -> None:

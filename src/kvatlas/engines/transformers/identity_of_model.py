@@ -38,10 +38,9 @@ def model_identity(model: Any) -> CacheIdentity:
 def stored_identity(model: Any, plan: Plan) -> CacheIdentity:
     """Return the identity of a model's rows in a tier. `plan` is the plan of its cache.
 
-    Another engine, such as vLLM, computes an equal identity if it stores equal rows. This requires
-    that the order of the elements in a row is known, that all tensors equal those of the
-    checkpoint, and that nothing is quantised. Otherwise the identity is a digest of the tensors in
-    memory.
+    If the order of the elements in a row is known, all tensors equal those of the checkpoint, and
+    nothing is quantised, another engine that stores equal rows, such as vLLM, computes an equal
+    identity. Otherwise the identity is a digest of the tensors in memory.
     """
     order = _element_order(model)
     found = _checkpoint_identity(model, whole=True) if order and _is_plain(plan) else None

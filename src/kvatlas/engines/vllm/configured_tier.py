@@ -69,8 +69,8 @@ class ConfiguredTier:
     def conversion(self, stage: DescribedStage) -> Converting | None:
         """Return how to convert the tier's blocks to this engine's cache dtype.
 
-        The result contains scales for all layers, including those of other pipeline stages. It is
-        None if the settings specify no conversion.
+        The result contains scales for all layers, including those of other pipeline stages. The
+        result is None if the settings specify no conversion.
         """
         if self._settings.convert is None:
             return None

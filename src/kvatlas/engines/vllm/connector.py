@@ -234,7 +234,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003
-        """Return True: a sleeping engine keeps no registration of its caches."""
+        """Return True: the connector does not use the caches while the engine sleeps."""
         return True
 
     def unregister_kv_caches(self) -> None:

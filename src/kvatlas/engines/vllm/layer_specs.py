@@ -2,8 +2,8 @@
 
 The spec of a dense attention layer follows from vLLM's spec and the number of ranks. vLLM's specs
 lack some details, such as the sections of a convolution and the rotary part of a latent. These
-come from the model's config and are checked against the sizes in vLLM's spec; a mismatch raises an
-error.
+details come from the model's config and are checked against the sizes in vLLM's spec; a mismatch
+raises an error.
 
 vLLM's classes are matched by name, so that this module does not import vLLM.
 """

@@ -1,7 +1,7 @@
 """Offers of this engine's finished requests to decode engines.
 
-With `n` > 1, vLLM splits a request into siblings with the same prompt. They share one offer,
-because a client uses the response parameters of only one of them.
+With `n` > 1, vLLM splits a request into siblings with the same prompt. All siblings share one
+offer, because a client uses the response parameters of only one sibling.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Track the local requests that may still read an offer of another engine.
 
-With `n` > 1, vLLM splits a request into siblings with the same `kv_transfer_params`. They reach
-the scheduler at different steps, and none of them records `n`. The offer is released when the
-last known reader is done with it.
+With `n` > 1, vLLM splits a request into siblings with the same `kv_transfer_params`. Siblings
+reach the scheduler at different steps, and none of them records `n`. The offer is released when
+the last known reader has ended.
 """
 
 from __future__ import annotations

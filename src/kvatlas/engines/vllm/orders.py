@@ -86,8 +86,8 @@ Got no key 'kvatlas'. Run KVAtlasConnector in both engines, and forward its para
 def prompt_digest(prompt: Sequence[int] | None, tokens: int, context: bytes = b"") -> str:
     """Return a digest of a prompt's first `tokens` tokens and of the request's context.
 
-    `context` comes from `request_context`. It is empty for a request without adapter, salt, media
-    and embeddings.
+    `context` is the result of `request_context`, which is empty for a request without adapter,
+    salt, media and embeddings.
 
     >>> prompt_digest([1, 2, 3], 2) == prompt_digest([1, 2, 9, 9], 2)
     True

@@ -116,7 +116,7 @@ def plan_engine(
 def _crashes_on_cpu(vllm_config: Any, states: Mapping[str, Any], block: int) -> bool:
     """Return whether vLLM's CPU kernel would crash when it saves a recurrent state.
 
-    It crashes if it has to save a state in the middle of a prefill.
+    The kernel crashes if it has to save a state in the middle of a prefill.
     """
     on_cpu = getattr(vllm_config.device_config, "device_type", None) == "cpu"
     saves = any(spec.num_prefill_checkpoint_blocks for spec in states.values())

@@ -1,6 +1,7 @@
 """The part of the planner that is the same for all releases of vLLM.
 
-It makes a plan, compares it with vLLM's own, logs the result, and falls back to vLLM's plan.
+The planner makes a plan, compares it with vLLM's plan and logs the result. If its plan is not
+better, or cannot be made, vLLM's plan is used.
 """
 
 from __future__ import annotations
@@ -196,7 +197,8 @@ def with_packed_layout(vllm_config: Any, groups: Sequence[Any]) -> Any:
 def install_in_workers() -> None:
     """Change vLLM's workers for the planner, in this process.
 
-    They report the block sizes that their kernels support, and use the block sizes of the plan.
+    The changed workers report the block sizes that their kernels support, and use the block sizes
+    of the plan.
     """
     checked(WorkerWrapperBase.initialize_from_config, "self", "kv_cache_configs")
 

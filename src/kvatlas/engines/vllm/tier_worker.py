@@ -154,7 +154,7 @@ class TierWorker:
     def _fill(self, hit: Hit | StoreHit, order: LoadOrder) -> None:
         if hit.tokens < order.stop:
             hint = 'Set kv_load_failure_policy to "recompute", so that vLLM computes them'
-            got = f"{hit.tokens} of {order.stop} tokens"
+            got = f"{hit.tokens} of {order.stop} tokens in the tier"
             raise AtlasError(
                 Code.MISSING_BLOCKS,
                 "Tokens were evicted from the tier after the lookup",

@@ -100,8 +100,8 @@ class TransferGroups:
     def state_block(self) -> int | None:
         """The step, in tokens, between positions at which vLLM keeps recurrent states.
 
-        The positions are the multiples of this number. It is 1 if there are no recurrent groups,
-        and None if vLLM keeps only the latest state.
+        The positions are the multiples of this step. The step is 1 if there are no recurrent
+        groups, and None if vLLM keeps only the latest state.
         """
         states = [group for group in self._groups if group.recurrent]
         return lcm(*(one.block for one in states)) if all(s.by_position for s in states) else None

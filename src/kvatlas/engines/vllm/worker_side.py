@@ -85,7 +85,7 @@ class WorkerSide:
         identity: CacheIdentity | None,
         ended: EndedRequests | None = None,
     ) -> None:
-        """Start the node of one rank. It listens on the first port of the settings plus `port`.
+        """Start one rank's node, which listens on the first port of the settings plus `port`.
 
         `identity` is the identity of the engine's caches; None only if the settings accept any.
         `ended` collects finished transfers.

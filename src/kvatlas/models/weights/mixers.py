@@ -120,8 +120,8 @@ def indexer(config: Config) -> list[Tensor]:
 def block_indexer(config: Config, section: Config) -> list[Tensor]:
     """Return the weights of an indexer of plain attention, as in MiniMax-M3.
 
-    They are two projections and two norms. `section` is the part of `config` that describes the
-    indexer.
+    The weights are two projections and two norms. `section` is the part of `config` that describes
+    the indexer.
     """
     heads = section.count("sparse_num_index_heads", "index_n_heads", "indexer_n_heads")
     head_dim = section.count("sparse_index_dim", "index_head_dim", "indexer_head_dim")

@@ -23,7 +23,7 @@ def embedding_width(text: Text) -> int:
 def before_layers(text: Text) -> list[Tensor]:
     """Return the weights between the embedding and the first layer.
 
-    These are position embeddings and projections.
+    The weights are position embeddings, embeddings of some families, and projections.
     """
     config, traits, width = text.config, text.traits, embedding_width(text)
     tensors = first_tensors(text)
