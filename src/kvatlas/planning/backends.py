@@ -273,7 +273,7 @@ def _companions(model: Model) -> dict[int, Ring]:
 
 
 def _ring_backend(spec: Spec, ring: Ring) -> str:
-    """Return the backend of a cache in a layer that has a ring; empty for the usual default."""
+    """Return the backend of a cache next to a ring; empty if the ring does not affect it."""
     if isinstance(spec, LatentAttention):
         return ""
     kinds = (Ring, Indexer, Attention)

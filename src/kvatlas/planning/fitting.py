@@ -164,7 +164,7 @@ class Fitting:
             options["chip"] = chip_of(gpu.name)
 
     def on(self, topology: Topology) -> Fit:
-        """Return the fit in one topology; if the model does not fit, `refusal` is the error."""
+        """Return the fit in one topology, with the error as `refusal` if the model does not fit."""
         held = 0
         try:
             check_topology(self.model, topology.tp, topology.pp, topology.dcp)

@@ -117,7 +117,7 @@ class PoolSegment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One allocation on every rank of a pipeline stage, or several if it has segments."""
+    """The memory of groups: one allocation on each rank of a pipeline stage, or one per segment."""
 
     stage: int
     index: int = 0
@@ -180,7 +180,7 @@ class FieldPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Bytes between two coordinates of each axis."""
 
     def placement(self, pages: int, blocks: int, item: int) -> Placement:
-        """Return the placement in `pages` layers and `blocks` blocks, with axes L and B first.
+        """Return the field's placement in `pages` layers and `blocks` blocks; L and B come first.
 
         `item` is the number of bytes of an element.
         """

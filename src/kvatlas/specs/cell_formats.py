@@ -196,7 +196,8 @@ class CellFormat:
             if row.name == name:
                 return row
         hint = f"Use a field of this cell: {', '.join(row.name for row in self.rows)}"
-        raise AtlasError(Code.UNKNOWN_FIELD, got=repr(name)[:100], hint=hint)
+        problem = "The cell has no such field"
+        raise AtlasError(Code.UNKNOWN_FIELD, problem, got=repr(name)[:100], hint=hint)
 
     def scale(self, name: str) -> float:
         """Return the scale of a field's tensor; 1 if the format has no tensor scale."""

@@ -66,7 +66,7 @@ class BlockTable:
         self._changed()
 
     def assign(self, blocks: list[int]) -> None:
-        """Set the blocks, which a `BlockPool` has allocated, of the only sequence of the batch."""
+        """Assign blocks that a `BlockPool` has allocated to the only sequence of the batch."""
         self.sequences = [blocks]
         self._changed()
 
@@ -126,16 +126,16 @@ class BlockTable:
         A slot is the position of a token in the pages: block id * block size + offset. The result
         is a tensor [sequences, count]. `padding` is the number of tokens on the left of each
         sequence that have no slot. All layers of a group reserve the same tokens. The first
-        of them allocates the blocks, and copies those that sequences share.
+        call allocates the blocks, and copies blocks that sequences share.
         """
         tokens = range(start, start + count)
         self._take_blocks(tokens, padding)
         return self.slots(tokens, padding)
 
     def reserve_next(self, start: int, padding: Sequence[int]) -> list[int]:
-        """Like `reserve` for one token at index `start`, but return a list, one slot per sequence.
+        """Reserve a slot for the token at index `start` of each sequence; return one per sequence.
 
-        The method does no work on the device.
+        Unlike `reserve`, this method does no work on the device.
         """
         self._take_blocks(range(start, start + 1), padding)
         slots = []

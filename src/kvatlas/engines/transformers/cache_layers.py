@@ -296,7 +296,7 @@ class EmptyLayer(LinearAttentionCacheLayerMixin):
 
 
 def model_axes(state: State) -> str | None:
-    """Return the axis order of a state in transformers' models; None if no model has it."""
+    """Return the axis order of a state in transformers' models; None for other states."""
     own = {axis for axis, _ in state.axes}
     return next((axes for axes in _MODEL_AXES.get(state.name, ()) if set(axes) == own), None)
 

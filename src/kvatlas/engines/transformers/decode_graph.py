@@ -38,9 +38,9 @@ class DecodeGraph:
     overwritten by the next step.
 
     A mask that hides more than the left padding raises an error. The check runs in parallel with
-    the step and completes before the output is returned. For models with recurrent states it
-    completes before the step starts, because a step cannot be undone. Without a GPU, steps use
-    the same fixed tensors, but no graph is captured.
+    the step and completes before the output is returned. For models with recurrent states, the
+    check completes before the step starts, because a step cannot be undone. Without a GPU, steps
+    use the same fixed tensors, but no graph is captured.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32,

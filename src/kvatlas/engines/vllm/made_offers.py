@@ -79,7 +79,7 @@ class MadeOffers:
         return OfferOrder(name, offer.request, tables, tokens), answer
 
     def sent(self, request_id: str) -> None:
-        """Stop sharing a request's offer: its blocks were sent and are freed now."""
+        """Stop sharing a request's offer, because the request's blocks were sent and are freed."""
         parent = parent_of(request_id) or ""
         shared = self._shared.get(parent)
         if shared is not None and shared.request_id == request_id:

@@ -156,8 +156,8 @@ class LoadOrder:
 class StoreOrder:
     """An order to store tokens of a request in the tier.
 
-    For a finished request, vLLM frees its blocks afterwards. For a running one, the order has the
-    number of a checkpoint, which workers report to the scheduler.
+    vLLM frees the blocks of a finished request after the store. The order for a running request has
+    the number of a checkpoint, which workers report to the scheduler after the store.
     """
 
     request_id: str

@@ -50,7 +50,7 @@ class RemotePrefills:
         orders.keep.append(offer.request)
 
     def waiting(self, request_id: str) -> RemoteRequest | None:
-        """Return the offer that a request will read; None if there is none, or after `take`."""
+        """Return the offer that a request will read; None without an offer or after `take`."""
         return self._waiting.get(request_id)
 
     def take(self, request_id: str) -> RemoteRequest | None:

@@ -286,9 +286,9 @@ class SchedulerSide:
             self._checkpoints.stored(checkpoints)
 
     def sent(self, requests: Any) -> None:
-        """Record that peers have read these requests or the tier has stored them.
+        """Record that peers have read `requests`, or that the tier has stored them.
 
-        vLLM then frees their blocks.
+        vLLM then frees the blocks of these requests.
         """
         for request_id in requests or ():
             self._offers.sent(request_id)
@@ -300,7 +300,7 @@ class SchedulerSide:
         return [] if self._tier is None else self._tier.take_events()
 
     def received(self, requests: Any) -> None:
-        """Record that the loads of these requests have finished or failed."""
+        """Record that the loads of `requests` have finished or failed."""
         for request_id in requests or ():
             self._remote.end_read(request_id, self._orders)
             self._pulling.discard(request_id)

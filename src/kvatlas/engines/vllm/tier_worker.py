@@ -2,7 +2,7 @@
 
 For caches on a GPU, each step records a mark (a CUDA event) after the kernels that the engine has
 launched. Stores wait for the mark, because a request's last blocks may not be written yet. Loads
-wait for it too, because the previous owner of the blocks may still be reading them. A load is
+wait for the mark too, because the previous owner of the blocks may still be reading them. A load is
 complete before it is reported, so that kernels launched later see its data.
 """
 

@@ -133,7 +133,7 @@ class TransferGroups:
     def windows(self, *, windows_alone: bool) -> tuple[int, ...]:
         """Return the sizes, in tokens, of windows and chunks before which the engine has no tokens.
 
-        For some layers, vLLM frees the tokens before the window; for others, it keeps all tokens.
+        vLLM frees the tokens before the window for some layers, and keeps all tokens for others.
         If `windows_alone` is true, this engine never received the tokens before any window, so the
         sizes of all windows are returned.
         """

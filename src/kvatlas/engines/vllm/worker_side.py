@@ -219,7 +219,7 @@ class WorkerSide:
     def _read(self, pull: _Pull, session: Session) -> bool:
         """Pull a request's blocks; return False if the pull was cancelled before it started.
 
-        Raise if the transfer fails. No bytes arrive after this returns or raises.
+        Raise if the transfer fails. No bytes arrive after this method returns or raises.
         """
         order, settings = pull.order, self._settings
         # A pull of all tokens without a list of layers ends the offer even if it is not final.
