@@ -2,7 +2,7 @@
 
 A config file may omit a value that equals the default of its config class, and transformers and
 vLLM then use that default. `class_defaults.json` contains these defaults for every model type with
-a decoder. `make record-architectures` writes it from the installed transformers.
+a decoder. `make record-architectures` writes this file from the installed transformers.
 """
 
 from __future__ import annotations

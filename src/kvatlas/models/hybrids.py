@@ -114,7 +114,7 @@ def gated_linear_recurrence(decoder: Decoder) -> Iterator[Layer]:
 def kimi_delta(decoder: Decoder) -> Iterator[Layer]:
     """Yield the caches of Kimi-Linear and Kimi-K3: KDA in the layers that the config lists.
 
-    A checkpoint's config lists them, counted from 1, in the section `linear_attn_config`.
+    A checkpoint's config lists these layers, counted from 1, in the section `linear_attn_config`.
     transformers flattens that section into keys with the prefix `linear_` and a
     `layer_types` list.
     """

@@ -54,7 +54,8 @@ def qwen4(decoder: Decoder) -> Iterator[Layer]:
 def _has_image_positions(decoder: Decoder) -> bool:
     """Return whether vLLM stores each token's image coordinates next to its row.
 
-    vLLM stores them for multimodal models whose rotary embedding has a section for each axis.
+    vLLM stores coordinates for multimodal models whose rotary embedding has a section for each
+    axis.
     """
     wrapped = not decoder.layers.startswith("model.")
     names = ("rope_parameters", "rope_scaling")

@@ -92,7 +92,7 @@ def block_size(request: PlanRequest) -> BlockSize:
 
 
 def kernel_multiple(request: PlanRequest, block: int) -> int:
-    """Return the number of tokens that must divide a hybrid's block size.
+    """Return the alignment of a hybrid's block size, in tokens.
 
     `block` is the smallest block size that the kernels support.
     """

@@ -134,7 +134,7 @@ class Hybrid:
 
     @property
     def packed_step(self) -> int:
-        """The number of tokens that must divide the block size of a packed plan."""
+        """Alignment of the block size of a packed plan, in tokens."""
         step = kernel_multiple(self.request, self.request.block_size or DEFAULT_BLOCK)
         return lcm(step, checkpoint_multiple(self.request))
 

@@ -155,7 +155,7 @@ class SizedLayer:
 
     @property
     def alignment(self) -> int:
-        """The number of bytes that must divide the block stride."""
+        """Alignment of the block stride, in bytes."""
         if self.apart is None:
             return 1
         unit, size = self.apart
