@@ -129,7 +129,7 @@ class TierScheduler:
         self._let_go(self._found.pop(request_id, None))
 
     def reset(self) -> None:
-        """Invalidate everything that was computed before a weight update."""
+        """Invalidate the prefixes and requests that were computed before a weight update."""
         self._tier.forget_all()
         self._outdated |= self._found.keys()
         for looked_up in self._found.values():

@@ -47,7 +47,7 @@ class TransferGroup:
         return tuple(-1 if block == _NULL_BLOCK else block for block in ids[:entries])
 
     def entries(self, start: int, stop: int) -> slice:
-        """Return the table entries that hold tokens start .. stop - 1, or the state after them."""
+        """Return the table entries of tokens start .. stop - 1, or of the state after them."""
         if self.ring:
             return slice(0, 1)
         first = stop - 1 if self.recurrent else start
