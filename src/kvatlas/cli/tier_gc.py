@@ -36,6 +36,6 @@ def gc(
 
     with opened(where) as store:
         removed, swept = collect_garbage(store, tenant=tenant, namespace=namespace, older=older)
-    shown = table("objects removed", "bytes removed that dead processes left", words=())
+    shown = table("objects removed", "leftover bytes removed", words=())
     shown.add_row(f"{removed:,}", size(swept))
     answer(as_json, {"objects": removed, "left_bytes": swept}, shown)
