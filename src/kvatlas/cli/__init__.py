@@ -1,7 +1,7 @@
 """The command line: `kvatlas plan`, `explain`, `check`, `move`, `bench`, `models`, ...
 
-This is the only package that uses typer and rich. Both are optional, so they are imported when a
-command runs.
+This is the only package that uses typer and rich. typer and rich are optional, so this package
+imports them when a command runs.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _ERROR_NOTE = "error: the largest relative change of a row, in the 2-norm."
 def two_plans(first: str, second: str | None, source: str | None, target: str | None) -> list[Plan]:
     """Return the source's and the destination's plan.
 
-    They are read from the files `first` and `second`. If `second` is None, `first` is a model,
+    The plans are read from the files `first` and `second`. If `second` is None, `first` is a model,
     which is planned once with the options in `source` and once with the options in `target`.
     """
     if second is not None:
@@ -96,7 +96,7 @@ def read_plan(path: str) -> Plan:
 def check_parts(source: Plan, destination: Plan, answer: Check) -> list[RenderableType]:
     """Return a check's result as text and tables.
 
-    If caches can be copied, this is the cost; otherwise it is a list of reasons.
+    The output shows the cost of the copy or, if caches cannot be copied, the reasons.
     """
     head = both_ends(source, destination)
     if not answer.ok:

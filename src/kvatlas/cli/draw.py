@@ -75,8 +75,9 @@ def _end(options: PlanOptions, target: str) -> Plan:
 def _others(options: PlanOptions, shown: Plan) -> list[Plan]:
     """Return the plans that the controls of the HTML page can select.
 
-    These are plans that differ from `options` in one option and, unless the HTML page would become
-    too large, plans that differ in the layout and one other option. `shown` is not included.
+    Most of these plans differ from `options` in one option. Unless the HTML page would become too
+    large, the result also contains plans that differ in the layout and one other option. `shown` is
+    not included.
     """
     made: dict[str, dict[object, Plan]] = {}
     for name, values in _VARIED.items():

@@ -100,8 +100,8 @@ def _line(name: str, tp: int) -> str:
 def _runs(name: str, tp: int, ours: Plan | AtlasError) -> str:
     """Return the table cell that shows whether vLLM can run the plan `ours`.
 
-    The cell is "yes", or the block size of a larger plan that vLLM can run, or an error code. It is
-    empty if there is no plan.
+    The cell contains "yes", the block size of a larger plan that vLLM can run, or an error code. If
+    there is no plan, the cell is empty.
     """
     if isinstance(ours, AtlasError):
         return ""

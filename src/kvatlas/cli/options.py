@@ -46,7 +46,7 @@ _CACHE = "Cache"
 
 
 def completer(*words: str) -> Callable[[str], list[str]]:
-    """Return a shell completion function that completes these words."""
+    """Return a shell completion function that completes the words in `words`."""
 
     def complete(incomplete: str) -> list[str]:
         return [word for word in words if word.startswith(incomplete)]

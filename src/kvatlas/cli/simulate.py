@@ -156,7 +156,7 @@ def _label(row: Row) -> str:
 def _set_aside(rows: list[Row]) -> list[tuple[str, str]]:
     """Return (model, note) for each model for which some requests of the trace are too long.
 
-    These requests are not replayed.
+    Requests that are too long are not replayed.
     """
     found = {
         row["model"]: f"{row['set_aside']:,} requests of the trace exceed the limit of "

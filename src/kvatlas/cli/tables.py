@@ -151,7 +151,7 @@ def plan_details(summary: dict[str, Any]) -> list[RenderableType]:
 
 
 def not_runnable(reasons: Sequence[str]) -> str:
-    """Return a note on a plan that vLLM cannot run, for these reasons."""
+    """Return a note that vLLM cannot run the plan, with these reasons."""
     return f"vLLM cannot run this plan: {'; '.join(reasons)}. --runs-on vllm plans what it can run."
 
 

@@ -69,5 +69,6 @@ def _tokens(path: Path) -> list[int]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[int])
     except (OSError, msgspec.DecodeError) as fault:
-        problem, hint = "The tokens of the prefix cannot be read", "Write them as [1, 2, 3]"
+        problem = "The tokens of the prefix cannot be read"
+        hint = "Write the token ids as a JSON list, such as [1, 2, 3]"
         raise AtlasError(Code.UNREADABLE, problem, got=f"{path}: {fault}", hint=hint) from None

@@ -27,7 +27,7 @@ def gc(
     older: Older = False,
     as_json: Json = False,
 ) -> None:
-    """Remove incomplete rows, and files that dead processes left.
+    """Remove incomplete rows, and temporary files of processes that have died.
 
     A row is one stored block, split into several objects. With --tenant or --namespace, remove all
     objects of that tenant or namespace instead; with --older, remove all objects in older formats.
@@ -36,6 +36,6 @@ def gc(
 
     with opened(where) as store:
         removed, swept = collect_garbage(store, tenant=tenant, namespace=namespace, older=older)
-    shown = table("objects removed", "bytes removed that dead processes left", words=())
+    shown = table("objects removed", "leftover bytes removed", words=())
     shown.add_row(f"{removed:,}", size(swept))
     answer(as_json, {"objects": removed, "left_bytes": swept}, shown)

@@ -22,7 +22,7 @@ _NAMES, _NUMBERS = ("model", "tenant", "namespace"), ("rows", "incomplete", "obj
 def ls(where: Where, as_json: Json = False) -> None:
     """List the namespaces of a store, with tenant, model, rows and bytes.
 
-    Objects in older formats, which this version never reads, are counted.
+    Objects in older formats, which this version never reads, are counted separately.
     """
     from kvatlas.tier.store_inspection import older_objects, summaries
 

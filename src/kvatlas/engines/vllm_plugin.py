@@ -1,7 +1,7 @@
 """The entry point that vLLM loads in every process (group `vllm.general_plugins`).
 
-It imports nothing unless the environment variable `KVATLAS_PLAN` is set, so that an installed
-kvatlas does not slow down vLLM.
+This module imports nothing unless the environment variable `KVATLAS_PLAN` is set, so that an
+installed kvatlas does not slow down vLLM.
 """
 
 from __future__ import annotations

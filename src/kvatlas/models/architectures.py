@@ -1,7 +1,7 @@
 """The table of model families: which function reads the config of which architecture.
 
-A row lists the reader, the architectures and model types that it reads, and vLLM's
-names for the caches where they differ from `model.layers.N.self_attn.attn`. An
+Each row lists a reader, the architectures and model types whose configs the reader supports, and
+vLLM's names for the caches if they differ from `model.layers.N.self_attn.attn`. An
 architecture that is not in the table is read as a plain decoder if it looks like one;
 `Model.warnings` then records the assumptions.
 """
@@ -24,7 +24,7 @@ Reader = Callable[[Decoder], Iterator[Layer]]
 
 
 class Family(NamedTuple):
-    """A config reader, the models whose configs it reads, and vLLM's names for their caches."""
+    """A config reader, the models that it supports, and vLLM's names for their caches."""
 
     reader: Reader
     names: str = ""
@@ -58,8 +58,8 @@ _PLAIN = """
 def _full_every(interval: int) -> Reader:
     """Return a reader for configs without a layer pattern.
 
-    It assumes full attention in every `interval`-th layer, and a sliding window in the others. If
-    the config has a layer pattern, the reader uses it.
+    The reader assumes full attention in every `interval`-th layer, and a sliding window in the
+    others. If the config has a layer pattern after all, the reader uses the pattern.
     """
     return partial(dense.dense, every=interval)
 
@@ -234,7 +234,7 @@ def plain_family(config: Config, architecture: str, warnings: list[str]) -> Fami
             Code.UNKNOWN_ARCHITECTURE,
             "The architecture is unknown and does not look like a plain decoder",
             got=f"{architecture or 'no architecture'}: {'; '.join(why)}",
-            hint="Add a reader for this architecture, or pass the config of a similar known model",
+            hint="Upgrade kvatlas, or pass the config of a known model with the same caches",
         )
     warnings.append(f"unknown architecture {architecture or '(none)'}: read as a plain decoder")
     if not config.has("num_key_value_heads", "num_kv_heads", "n_head_kv"):

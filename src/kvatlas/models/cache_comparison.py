@@ -128,7 +128,7 @@ def _of_spec(spec: Any) -> dict[str, Any]:
 
 
 def _of_states(spec: Recurrent) -> dict[str, Any]:
-    """Return the sizes of a recurrent layer: channels and taps of its convolution, and elements."""
+    """Return the channels and taps of a layer's convolution, and the elements of its states."""
     found: dict[str, Any] = {}
     for state in spec.layer_states():
         sizes = dict(state.axes)
@@ -144,7 +144,7 @@ def _window(tokens: int | None) -> dict[str, Any]:
 
 
 def _observed(layer: CachedLayer) -> dict[str, Any]:
-    """Return the sizes of a layer's tensors in transformers, in the form of `_expected`."""
+    """Return the sizes of a layer's tensors in transformers, with the keys of `_expected`."""
     found = _window(layer.window)
     for name, shape in layer.tensors.items():
         if name in ("keys", "values"):

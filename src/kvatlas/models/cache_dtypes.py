@@ -1,8 +1,8 @@
 """Cache dtypes: read the cache dtype that a checkpoint requests, and apply it to specs.
 
 The dtype of the cache is independent of the dtype of the weights: a checkpoint with
-4-bit weights usually has a bf16 cache. Only the cache settings in the config's
-quantisation section matter here.
+4-bit weights usually has a bf16 cache. This module reads only the cache settings in the
+config's quantisation section.
 """
 
 from __future__ import annotations

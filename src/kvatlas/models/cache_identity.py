@@ -111,7 +111,7 @@ class CacheIdentity(
 
     @property
     def computed_with(self) -> str:
-        """Weights, config, adapter and salt as one string; only weights if the rest is empty."""
+        """All fields as one string; the weights' name alone if the other fields are empty."""
         rest = (self.config, self.adapter, self.salt)
         if not any(rest):
             return self.weights

@@ -29,9 +29,9 @@ _LONGEST_HEADER = 256 << 20
 def weights_identity(folder: Path) -> str:
     """Return a digest of a checkpoint's weight files: their names, sizes and sampled bytes.
 
-    For a file in the hub's cache, its name is used instead of samples, because this name is
-    already a digest of the content. An index file alone would not be enough: fine-tunes
-    share the index of their base model.
+    A file in the cache of the Hugging Face hub is not sampled, because its name is already a
+    digest of its content. An index file alone would not be enough: fine-tunes share the index
+    of their base model.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())

@@ -2,7 +2,7 @@
 
 A config file may omit a value that equals the default of its config class, and transformers and
 vLLM then use that default. `class_defaults.json` contains these defaults for every model type with
-a decoder. `make record-architectures` writes it from the installed transformers.
+a decoder. `make record-architectures` writes this file from the installed transformers.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def default_warnings(config: Config, filled: dict[str, Any]) -> list[str]:
 
 
 def other_key_heads(config: Config, architecture: str) -> str | None:
-    """Return a warning if the number of KV heads is missing and transformers may have a default.
+    """Return a warning if a config has no number of KV heads but its config class may have one.
 
-    Call it only for configs without a model type, whose config class is not certain.
+    Use this function for configs without a model type, whose config class is not certain.
     """
     model_type = recorded().model_types.get(architecture, "")
     default = recorded().defaults.get(model_type, {}).get("num_key_value_heads")

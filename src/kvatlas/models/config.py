@@ -1,7 +1,7 @@
 """An untrusted config whose values are checked as they are read.
 
 Model families use different keys for the same setting, so each getter takes all keys of a
-setting. It returns a checked value or raises an error that names the bad key. The given
+setting. A getter returns a checked value or raises an error that names the bad key. The given
 mapping is never modified.
 """
 
@@ -82,7 +82,7 @@ class Config:
             self._read.setdefault(name, False)
 
     def unread_keys(self) -> list[str]:
-        """Return the keys with a value (`filled_keys`) that were neither read nor `settled`."""
+        """Return the `filled_keys` that no getter has read and that are not `settled`."""
         return [key for key in self.filled_keys() if key not in self._read]
 
     def _value(self, name: str) -> Any:
@@ -193,7 +193,7 @@ class Config:
         """Return the list under key `name`, which must have one entry for each of `depth` layers.
 
         The list may have up to `extra` more entries, for multi-token-prediction (MTP)
-        layers. Those are dropped, because they are not part of the served model.
+        layers. These entries are dropped, because MTP layers are not part of the served model.
         """
         entries = self._required_listing(name)
         if not depth <= len(entries) <= depth + extra:

@@ -74,7 +74,7 @@ class Decoder:
     def layer(self, index: int, spec: AnySpec, name: str | None = None) -> Layer:
         """Return the `Layer` that describes one cache of decoder layer `index`.
 
-        `name` is the cache's name within the layer; it defaults to the name of the attention.
+        `name` is the cache's name within the layer, by default that of the layer's attention.
         """
         full_name = f"{self.layers}.{index}.{name or self.attention_name}"
         return Layer(name=full_name, index=index, spec=spec)

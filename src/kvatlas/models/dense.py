@@ -1,8 +1,8 @@
 """Readers for decoders that cache K and V for each head.
 
-These models are variations of Llama. They differ in which layers use a sliding window,
-which layers share a cache, and the head sizes of each kind of layer. Each function below
-reads the configs of models with one such difference.
+These models are variations of Llama. The variations differ in the layers that use a sliding
+window, in the layers that share a cache, and in the head sizes of each kind of layer. Each
+function below reads the configs of models with one such difference.
 """
 
 from __future__ import annotations
@@ -142,9 +142,9 @@ def pruned(decoder: Decoder) -> Iterator[Layer]:
 
 
 def falcon(decoder: Decoder) -> Iterator[Layer]:
-    """Yield the caches of Falcon; the first generation caches one head in each layer.
+    """Yield the caches of Falcon.
 
-    That generation ignores `num_kv_heads`.
+    The first generation caches one head in each layer and ignores `num_kv_heads`.
     """
     config = decoder.config
     single = config.flag("multi_query") and not config.flag("new_decoder_architecture")
@@ -180,7 +180,7 @@ def block_sparse(decoder: Decoder) -> Iterator[Layer]:
 
 
 def _sparse_layers(config: Config) -> list[bool]:
-    """Return which layers have an indexer, from the layer types that transformers writes."""
+    """Return for each layer whether `layer_types` in the config specifies an indexer for it."""
     if not config.has("layer_types"):
         return [False] * config.depth()
     words = config.per_layer("layer_types", config.depth(), extra=config.predictors())
@@ -192,7 +192,7 @@ def _sparse_layers(config: Config) -> list[bool]:
 
 
 def gpt_neo(decoder: Decoder) -> Iterator[Layer]:
-    """Yield the caches of GPT-Neo, which keeps all tokens in local layers as well."""
+    """Yield the caches of GPT-Neo, whose layers with local attention also cache all tokens."""
     config = decoder.config
     heads = config.count("num_heads", "num_attention_heads")
     head_dim = config.quotient(config.hidden(), heads, "num_heads")

@@ -38,7 +38,7 @@ def delta_net(decoder: Decoder, *, dtype_key: str | None = None) -> Iterator[Lay
 
 
 def gated_delta_net(decoder: Decoder, ssm_dtype: str | None = None) -> GatedDeltaNet:
-    """Return the spec of a gated delta net; vLLM's default for its states is `ssm_dtype`."""
+    """Return the spec of a gated delta net; `ssm_dtype` is vLLM's default for its states."""
     config = decoder.config
     return GatedDeltaNet(
         key_heads=config.count("linear_num_key_heads"),
@@ -114,7 +114,7 @@ def gated_linear_recurrence(decoder: Decoder) -> Iterator[Layer]:
 def kimi_delta(decoder: Decoder) -> Iterator[Layer]:
     """Yield the caches of Kimi-Linear and Kimi-K3: KDA in the layers that the config lists.
 
-    A checkpoint's config lists them, counted from 1, in the section `linear_attn_config`.
+    A checkpoint's config lists these layers, counted from 1, in the section `linear_attn_config`.
     transformers flattens that section into keys with the prefix `linear_` and a
     `layer_types` list.
     """

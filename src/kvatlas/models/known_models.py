@@ -1,8 +1,8 @@
 """The built-in catalogue: models that load by name, without a file or network access.
 
-An entry contains the keys of the model's config that determine its caches and weights. It
-is read by the same functions as a config file. The loaded model includes the entry's source and
-confidence.
+An entry contains the keys of the model's config that determine its caches and weights. The
+functions that read config files also read entries. The loaded model includes the entry's source
+and confidence.
 
 Lists with one entry per layer are run-length encoded: `["mamba*5", "attention"]` expands
 to six entries.

@@ -58,7 +58,8 @@ def latent_attention(decoder: Decoder, *, sparse: bool = False) -> LatentAttenti
 def doubled_latent(decoder: Decoder) -> Iterator[Layer]:
     """Yield the caches of LongCat-Flash, whose layers have two MLA attentions each.
 
-    Checkpoints count such layers in `num_layers`; `num_hidden_layers` counts attentions.
+    In checkpoints, `num_layers` is the number of layers and `num_hidden_layers` the number of
+    attentions.
     """
     config, spec = decoder.config, latent_attention(decoder)
     depth = config.maybe("num_layers") or config.depth() // 2
@@ -70,8 +71,8 @@ def doubled_latent(decoder: Decoder) -> Iterator[Layer]:
 def mixed_latent(decoder: Decoder) -> Iterator[Layer]:
     """Yield the caches of Dots3: sparse MLA in some layers, a sliding window of latents in others.
 
-    Checkpoints set other ranks for sliding layers in `swa_kv_lora_rank`, and transformers sets
-    them in `per_layer_config`.
+    The latent rank of sliding layers is in `swa_kv_lora_rank` if a checkpoint has its original
+    config, and in `per_layer_config` if transformers has saved the config.
     """
     config = decoder.config
     full = latent_attention(decoder, sparse=True)
@@ -110,7 +111,7 @@ def sparse_latent(decoder: Decoder) -> Iterator[Layer]:
     """Yield the caches of DeepSeek-V3.2 and GLM-5: in each layer, indexer keys, then latent rows.
 
     Since GLM-5.2, only some layers have an indexer. The others reuse the selection of the
-    last layer that has an indexer, and cache no keys.
+    nearest earlier layer that has an indexer, and cache no keys.
     """
     spec = latent_attention(decoder, sparse=True)
     keys = Indexer(head_dim=decoder.config.count("index_head_dim"))
@@ -171,7 +172,10 @@ def compressed(decoder: Decoder) -> Iterator[Layer]:
 
 
 def _compress_ratios(decoder: Decoder) -> list[Any]:
-    """Return the ratio of each layer; transformers writes layer types and a ratio for each type."""
+    """Return the compression ratio of each layer.
+
+    Configs contain either a list of ratios, or layer types and a ratio for each type.
+    """
     config, depth = decoder.config, decoder.depth
     if config.has("compress_ratios") or not config.has("layer_types"):
         return config.per_layer("compress_ratios", depth, extra=max(1, config.predictors()))

@@ -1,7 +1,7 @@
 """Layer patterns: determine the kind of each layer from a config.
 
 A config contains the pattern as a list of words, a string of letters, an interval, or a list
-of layer numbers that start at 0 or at 1. Some configs omit it, and the family's default applies.
+of layer numbers that start at 0 or at 1. If a config has no pattern, the family's default applies.
 The functions here convert every form into a list with one word per layer.
 """
 

@@ -1,6 +1,6 @@
 """`Model`: the caches of a whole model, layer by layer, independent of memory.
 
-A model has a name, a few numbers that limit its topology, and one `Layer` for each cache.
+A model has a name, the numbers that limit its parallelism, and one `Layer` for each cache.
 A decoder layer may have several caches (attention and an indexer, attention and Mamba) or
 none (an MLP, a layer that shares another layer's cache). Therefore the name of a `Layer` is
 the name of a cache in the engine, not of a decoder layer.
@@ -94,11 +94,12 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
         `source` is a path to a config.json or its folder, a dict, a transformers config,
         a catalogue name or entry, a hub id, or a `Model`, which is returned unchanged.
-        `dtype` is the dtype in which the model is served. It defaults to the config's dtype,
-        or to bf16 for an fp32 checkpoint. `ssm_dtype` and `conv_dtype`
+        `dtype` is the dtype in which the model is served, by default the config's dtype, or bf16
+        for an fp32 checkpoint. `ssm_dtype` and `conv_dtype`
         override the dtypes in which `engine` stores recurrent states. With
         `oracle="transformers"`, transformers builds the model without weights and runs a few
-        tokens. An error is raised if it caches other tensors than kvatlas has read from the config.
+        tokens; if its cached tensors differ from those that kvatlas expects, `load` raises an
+        error.
 
         >>> model = Model.load("Qwen3-Next-80B-A3B", engine="sglang")
         >>> model.layers[0].name, model.layers[0].spec.ssm_dtype
@@ -211,7 +212,7 @@ def _refuse_contradiction(root: Config, text: Config) -> None:
     """Raise an error if the outer config and its text config set a size to different values.
 
     transformers can save such a config: unknown keys in the outer part, and a text config with
-    default values. It is then unknown which of the two values is right.
+    default values. Neither value can then be trusted.
     """
     for key in _DECISIVE:
         outer, inner = root.get(key), text.get(key)

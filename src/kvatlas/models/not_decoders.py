@@ -1,4 +1,4 @@
-"""Raise errors for models, known by name, that have no KV cache or none that can be planned."""
+"""Raise errors for models that have no KV cache, or caches that cannot be planned."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Plan another model, or compute the bytes of its states by hand. [unknown_archite
 def refuse_without_decoder(config: Config, architecture: str) -> None:
     """Raise an error if an unknown config describes a model that generates no tokens.
 
-    These are encoders, vision and audio models, and diffusion models.
+    Encoders, vision and audio models, and diffusion models generate no tokens.
     """
     model_type = config.text("model_type") or ""
     known = recorded()

@@ -20,7 +20,7 @@ def omission_warnings(config: Config, reader: Callable[..., Any]) -> list[str]:
 
 
 def _image_rows(config: Config) -> list[str]:
-    """Return a list with a warning if layers attend to the rows of images, as in Mllama."""
+    """Return a list with one warning if layers attend to image rows; otherwise an empty list."""
     layers = config.listing("cross_attention_layers") or []
     if not layers:
         return []

@@ -2,7 +2,8 @@
 
 A config has one value of each setting for the whole model. `per_layer_config` contains the values
 of layers that differ, by layer number; Gemma-4's full attention, for example, has fewer and larger
-heads. A reader reads the values of the whole model. The values here then replace them.
+heads. A reader first uses the values of the whole model for every layer. `apply_per_layer` then
+replaces these values in the layers that differ.
 """
 
 from __future__ import annotations

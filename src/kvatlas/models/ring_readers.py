@@ -52,9 +52,10 @@ def qwen4(decoder: Decoder) -> Iterator[Layer]:
 
 
 def _has_image_positions(decoder: Decoder) -> bool:
-    """Return whether vLLM stores a token's coordinates next to its row.
+    """Return whether vLLM stores each token's image coordinates next to its row.
 
-    It does so for multimodal models, if the rotary embedding has a section for each axis.
+    vLLM stores coordinates for multimodal models whose rotary embedding has a section for each
+    axis.
     """
     wrapped = not decoder.layers.startswith("model.")
     names = ("rope_parameters", "rope_scaling")
@@ -101,7 +102,8 @@ def glm5_next(decoder: Decoder) -> Iterator[Layer]:
 def step5(decoder: Decoder) -> Iterator[Layer]:
     """Yield the caches of Step5: sliding windows, and full attention with an indexer.
 
-    The indexer stores one row for eight tokens. Its ring is enlarged to an attention page.
+    The indexer stores one row for eight tokens. The indexer's ring is enlarged to the size of an
+    attention page.
     """
     config = decoder.config
     heads = config.count("num_attention_groups", default=8)

@@ -2,9 +2,9 @@
 
 Engines may store the elements of K in different orders: rotary embeddings rotate pairs of elements,
 and an engine may keep the elements of a pair adjacent or half a head apart. The identity of
-rows therefore includes the name of an order. For some model families, rows of engines of different
-kinds were compared, element by element; these families have a named order. For all other families,
-the name of the engine is used instead, so that engines of different kinds do not share rows.
+rows therefore includes the name of an order. Orders have names only for the model families in which
+the rows of different engines were compared, element by element. For all other families, the name of
+the engine replaces the name of the order, so that engines of different kinds do not share rows.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def element_order(config: Mapping[str, Any]) -> str | None:
 def row_identity(identity: CacheIdentity, *, elements: str, dtype: str) -> CacheIdentity:
     """Return `identity` extended by the order of elements in rows and the dtype of computation.
 
-    `elements` is the result of `element_order`, or the name of the engine if that is None. `dtype`
-    is the dtype in which the engine computes.
+    `elements` is the result of `element_order`, or the name of the engine if that result is None.
+    `dtype` is the dtype in which the engine computes.
 
     >>> served = CacheIdentity(weights="sha256:5f1a", config="c0")
     >>> vllm = row_identity(served, elements="vllm", dtype="bf16")

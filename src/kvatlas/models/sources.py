@@ -97,9 +97,8 @@ def _from_entry(entry: CatalogueEntry) -> Source:
 def _from_file(path: Path) -> Source:
     """Return the config in file `path`, or in the config.json of folder `path`.
 
-    A folder without a config.json may have Mistral's params.json.
-
-    The name of the model comes from the path.
+    A folder without a config.json may have Mistral's params.json. The name of the model is taken
+    from the path.
     """
     if path.is_dir():
         names = ("config.json", "params.json")
@@ -211,8 +210,8 @@ def _unreadable(path: Path, reason: str, hint: str) -> AtlasError:
 def _silence(name: str) -> Exception | None:
     """Return the reason why the hub is unreachable, or None if it responds.
 
-    Any response counts, even an HTTP error. This check exists because huggingface_hub retries
-    an unreachable hub for half a minute. It runs in a thread, because a DNS lookup has no
+    Any response counts, even an HTTP error. Without this check, huggingface_hub would retry an
+    unreachable hub for half a minute. The request runs in a thread, because a DNS lookup has no
     timeout.
     """
     import urllib.error
@@ -261,5 +260,7 @@ def _from_hub(name: str) -> Path:
         # The errors of huggingface_hub have no common base class.
         cause = silence or error
         reason = f"{type(cause).__name__}: {str(cause)[:200]}"
-        problem = "" if silence else "The model hub did not return the config"
+        problem = "The model hub did not return the config"
+        if silence:
+            problem = "The model hub cannot be reached"
         raise AtlasError(Code.NO_HUB, problem, got=f"{name!r}: {reason}", hint=hint) from error

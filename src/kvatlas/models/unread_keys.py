@@ -1,7 +1,7 @@
 """Config keys that may change the caches, although no reader has read them.
 
 Models gain new settings with every release. A key whose name contains a word such as `head` or
-`window` may change what a layer caches. If no reader has read it, a warning reports the key.
+`window` may change what a layer caches. If no reader has read such a key, a warning reports it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `plan()` takes a model, memory, a topology and a policy: `atlas` (the default), `vllm`
 (the plan of a release of vLLM, byte for byte) or `uniform` (vLLM without its hybrid manager).
-It returns a `Plan`, which is pure data.
+The result is a `Plan`, which is pure data.
 """
 
 from kvatlas.planning.backends import BACKENDS, Backend, backends_of

@@ -13,10 +13,10 @@ from kvatlas.specs import Recurrent, Spec
 def applied_checkpoints(
     model: Model, rules: EngineRules, chip: str | None
 ) -> dict[Spec, PrefillCheckpoint]:
-    """Return, for each recurrent spec, the rule for states that a prefill saves before its end.
+    """Return the checkpoint rule of each recurrent spec whose states a prefill saves midway.
 
-    A spec without such a rule is omitted. Rules that demand an alignment of the block size apply
-    only if every recurrent spec of the model has such a rule.
+    Specs without a rule are omitted. A rule that aligns the block size applies only if every
+    recurrent spec of the model has a rule that aligns the block size.
     """
     specs = {layer.spec for layer in model.layers if isinstance(layer.spec, Recurrent)}
     found = {spec: rules.checkpoint(model, spec, chip) for spec in specs}
@@ -50,9 +50,10 @@ def rule_reasons(request: PlanRequest) -> Iterator[str]:
 
 
 def chip_warnings(request: PlanRequest) -> Iterator[str]:
-    """Yield a warning if vLLM refuses backends of the model on the given chip.
+    """Yield a warning if the chip is a problem for vLLM's plan.
 
-    Yield a warning if the caller gave no chip and vLLM's plan depends on the chip.
+    Either vLLM refuses a backend of the model on this chip, or vLLM's plan depends on the chip and
+    the caller passed no chip.
     """
     used = dict.fromkeys(b.name for b in request.backends.values() if b)
     refused = [name for name in used if request.rules.refuses(name, request.chip)]

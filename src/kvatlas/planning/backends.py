@@ -75,7 +75,7 @@ class Backend(msgspec.Struct, frozen=True):
     the blocks of a layer are adjacent."""
 
     def takes(self, block: int) -> bool:
-        """Return whether the backend supports blocks of `block` tokens, even if it splits them."""
+        """Return whether the backend supports blocks of `block` tokens, split or not."""
         return any(block % size == 0 for size in self.sizes)
 
     def reads(self, block: int) -> bool:
@@ -89,7 +89,7 @@ class Backend(msgspec.Struct, frozen=True):
         return max((size for size in self.sizes if block % size == 0), default=None)
 
     def with_strides(self) -> Backend:
-        """Return the backend, with more layouts if its kernels take any block stride (`strided`).
+        """Return the backend, with more layouts if its kernels accept any block stride.
 
         vLLM passes the strides of a plan to its kernels. A `strided` backend therefore also
         supports layouts in which the blocks of a layer are not adjacent.
@@ -257,8 +257,8 @@ def packed_for(model: Model, backends: dict[str, Backend | None]) -> Model:
 def _sparse_layers(model: Model) -> set[int]:
     """Return the indices of layers that attend to selected tokens only.
 
-    Layers of latent attention without an indexer use the selection of the last layer that has an
-    indexer, unless the model has windows as well.
+    A latent layer without an indexer attends to the tokens that the indexer of an earlier layer has
+    selected, unless the model also has sliding windows.
     """
     indexed = {layer.index for layer in model.layers if isinstance(layer.spec, Indexer)}
     kinds = {type(layer.spec) for layer in model.layers}
@@ -273,7 +273,7 @@ def _companions(model: Model) -> dict[int, Ring]:
 
 
 def _ring_backend(spec: Spec, ring: Ring) -> str:
-    """Return the backend of a cache in a layer that has a ring; empty for the usual default."""
+    """Return the backend of a cache next to a ring; empty if the ring does not affect it."""
     if isinstance(spec, LatentAttention):
         return ""
     kinds = (Ring, Indexer, Attention)

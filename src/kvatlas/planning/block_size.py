@@ -92,7 +92,7 @@ def block_size(request: PlanRequest) -> BlockSize:
 
 
 def kernel_multiple(request: PlanRequest, block: int) -> int:
-    """Return a number of tokens; a hybrid's block size must be a multiple of it.
+    """Return the alignment of a hybrid's block size, in tokens.
 
     `block` is the smallest block size that the kernels support.
     """

@@ -1,10 +1,10 @@
 """Compare how many requests fit in two drafts of a plan, for every request length.
 
 This module enforces the promise of policy atlas: for every request length, while prefilling
-and while decoding, a plan fits at least `PROMISE` of the requests that vLLM's plan fits. It
-is enough to compare at the lengths at which a request starts to take one more block in the plan.
-Up to the next such length, longer requests take no more blocks in the plan, and no fewer blocks in
-vLLM's plan, so the ratio cannot become worse.
+and while decoding, a plan fits at least `PROMISE` of the requests that vLLM's plan fits. The
+plans are compared only at the lengths at which a request starts to take one more block in the
+plan. Between two such lengths, a longer request takes the same blocks in the plan, and at least as
+many blocks in vLLM's plan, so the ratio is worst at the shortest length.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ MOST_LENGTHS = 1 << 20
 def longest_promised(request: PlanRequest) -> int:
     """Return the request length, in tokens, up to which a plan keeps the promise.
 
-    An engine accepts no request above `max_len`, so a plan for an engine makes no promise there.
+    An engine accepts no request above `max_len`, so a plan for an engine promises nothing for
+    longer requests.
     """
     return request.max_len if request.runs_on else max(request.max_len, LENGTHS)
 

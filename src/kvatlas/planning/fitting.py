@@ -139,8 +139,8 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 class Fitting:
     """Fits one model on GPUs of one kind, in any topology.
 
-    `weights_dtype` is the format of the weights; by default it is that of the checkpoint. `options`
-    are passed to `plan()`. They must not include the memory or the topology.
+    `weights_dtype` is the format of the weights, by default that of the checkpoint. `options` are
+    passed to `plan()` and must not include the memory or the topology.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Fitting:
             options["chip"] = chip_of(gpu.name)
 
     def on(self, topology: Topology) -> Fit:
-        """Return the fit in one topology; if the model does not fit, `refusal` is the error."""
+        """Return the fit in one topology, with the error as `refusal` if the model does not fit."""
         held = 0
         try:
             check_topology(self.model, topology.tp, topology.pp, topology.dcp)
@@ -199,7 +199,7 @@ class Fitting:
         dcp: int = 1,
         ep: int | None = None,
     ) -> Fit:
-        """Return the fit in the topology that some of its sizes determine; see `given_topology`.
+        """Return the fit in the topology that `given_topology` derives from the given sizes.
 
         `ep` defaults to all GPUs if a mixture-of-experts model has replicas, and else to 1.
         """
@@ -240,7 +240,7 @@ class Fitting:
                 yield fit
 
     def _topologies(self, gpus: int, pp: int, most: int) -> Iterator[Topology]:
-        """Yield the topologies of `gpus` GPUs per stage, with at most `most` ranks."""
+        """Yield the topologies of `gpus` GPUs per stage, with a tp of at most `most`."""
         for tp in (n for n in range(min(gpus, most), 0, -1) if gpus % n == 0):
             topology = Topology(tp=tp, pp=pp, dp=gpus // tp)
             deal = self._deals_experts(topology)
@@ -249,7 +249,7 @@ class Fitting:
     def _deals_experts(self, topology: Topology) -> bool:
         """Return whether to distribute the experts over all replicas.
 
-        This never takes more memory than replicating them.
+        Distributed experts never take more memory than replicated ones.
         """
         return topology.dp > 1 and topology.pp == 1 and self._has_experts
 
@@ -378,7 +378,7 @@ def given_topology(
             Code.CONTRADICTORY,
             f"tp x pp x dp must be the number of GPUs, {gpus}",
             got=f"{topology}, a product of {topology.gpus}",
-            hint="Omit tp, change tp, pp or dp, or name the GPU without a number",
+            hint="Change or omit tp, pp or dp, or name the GPU without a number",
         )
     if topology.ep > topology.gpus:
         raise AtlasError(

@@ -1,7 +1,8 @@
 """The tensors of one layer in an engine's memory, compared with the layer's page.
 
-`SeenPages` is a layer whose tensor contains whole pages, `SeenFields` a layer whose fields are
-stored apart. Both return the region of layers that differ only in their offsets.
+`SeenPages` is a layer whose tensor contains whole pages. `SeenFields` is a layer whose fields are
+stored apart, such as K and V in two tensors. The method `region` of both classes combines layers
+that differ only in their offsets.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class SeenPages(SeenLayer):
 
 
 class SeenFields(SeenLayer):
-    """A layer whose fields are stored apart."""
+    """A layer whose fields are stored apart, such as K and V in two tensors."""
 
     def __init__(
         self,
@@ -230,7 +231,7 @@ Family = Sequence[SeenLayer]
 def seen_layer(
     stage: int, layer: Layer, given: Any, block: int | None, tp: int, most: int
 ) -> SeenLayer:
-    """Return a layer with the placement of its pages, or with a mapping of those of its fields."""
+    """Return the `SeenLayer` of `given`: a placement of pages, or a mapping of field placements."""
     if isinstance(given, Placement):
         return SeenPages(stage, layer, given, block, tp, most)
     if not isinstance(given, Mapping) or not all(
@@ -304,7 +305,10 @@ def _in_elements(layer: str, placed: Placement, field: Field) -> Placement:
 
 
 def _whole_blocks(layer: str, placed: Placement, field: Field, split: int) -> Placement:
-    """Return the placement with an axis k if a block consists of `split` kernel blocks."""
+    """Return the placement of whole blocks; axis k counts the kernel blocks in a block.
+
+    A block consists of `split` kernel blocks. If `split` is 1, the placement is unchanged.
+    """
     if split == 1 or "N" not in {axis.name for axis in field.axes}:
         return placed
     if "k" in placed.axes:

@@ -172,8 +172,8 @@ def _table(members: list[SeenLayer], pool: int, full: Collection[str]) -> Group:
 def _homes(first: dict[int, SeenLayer], pools: Sequence[int] | None) -> dict[int, int]:
     """Return the pool index of each group, by group index.
 
-    `first` maps the index of each group to one layer of the group. `pools` is the
-    argument of the same name of `foreign()`.
+    `first` maps the index of each group to one layer of the group. `pools` is an argument of
+    `foreign()`.
     """
     if pools is None:
         counts = list(dict.fromkeys(one.blocks for one in first.values()))

@@ -209,8 +209,9 @@ def pack_unlike_pages(layers: list[SizedLayer]) -> list[GroupDraft]:
     if sum(len(group.layers) for group in groups) < len(layers):
         raise AtlasError(
             Code.PAGES_NOT_UNIFIED,
-            "These layers have pages of different sizes, and cannot be divided into equal groups",
-            got=f"sets of {', '.join(str(len(members)) for members in sets)} layers",
+            "Layers with pages of different sizes cannot be divided into equal groups",
+            got=f"sets of {', '.join(str(len(members)) for members in sets)} layers, where the "
+            "layers of a set need the same tokens",
             hint="Pass policy='atlas', which makes one group for each page size",
         )
     return [group for group in groups if group.layers]
@@ -241,7 +242,7 @@ def by_tokens(layers: list[SizedLayer]) -> list[GroupDraft]:
 def _merged(layer: SizedLayer) -> tuple[object, ...]:
     """Return a key that is equal for layers that can share a block table and a kind of page.
 
-    It ignores the window of a layer that keeps all tokens.
+    The key does not include the window of a layer that keeps all tokens.
     """
     spec = layer.spec
     if layer.kind != "full_attention" or not isinstance(spec, Attention):

@@ -134,7 +134,7 @@ class Hybrid:
 
     @property
     def packed_step(self) -> int:
-        """A number of tokens. The block size of a packed plan is a multiple of it."""
+        """Alignment of the block size of a packed plan, in tokens."""
         step = kernel_multiple(self.request, self.request.block_size or DEFAULT_BLOCK)
         return lcm(step, checkpoint_multiple(self.request))
 

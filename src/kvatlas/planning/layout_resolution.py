@@ -94,6 +94,7 @@ def resolve_order(candidates: tuple[str, ...], chosen: str | None) -> Layout:
         problem = "The backends of the model's layers support no common layout"
         got, hint = f"layout {layout}", "Pass another backend="
         if candidates:
-            problem, hint = "", f"Use one of {', '.join(candidates)}"
+            problem = "Some layers or backends do not support this layout"
+            hint = f"Use one of {', '.join(candidates)}"
         raise AtlasError(Code.LAYOUT_REFUSED, problem, got=got, hint=hint)
     return layout

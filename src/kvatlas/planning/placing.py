@@ -226,14 +226,14 @@ def divide_memory(
 def _least_blocks(needs: Sequence[int], named: Sequence[int | None]) -> list[int]:
     """Return the minimum number of blocks of each pool, including its null block.
 
-    Both arguments have one element per pool. `needs` contains the number of blocks that a request
-    needs. `named` contains the number of requests that must fit, or None for one request.
+    `needs` and `named` have one element per pool: the number of blocks that a request needs, and
+    the number of requests that must fit, or None for one request.
     """
     return [need * (many or 1) + 1 for need, many in zip(needs, named, strict=True)]
 
 
 def least_memory(request: PlanRequest, draft: PlanDraft) -> int:
-    """Return the least bytes per rank with which a request of `max_len` tokens fits in a draft."""
+    """Return the fewest bytes per rank at which a request of `max_len` tokens fits in a draft."""
     return _least_memory(request, draft.pools, draft.stages(request))
 
 

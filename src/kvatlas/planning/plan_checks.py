@@ -269,7 +269,8 @@ def _check_views(
         for name, seen in views.items():
             if any(step % seen.item for step in (seen.offset, *seen.strides)):
                 got = f"field {name} of layer {region.layers[index].name}, placed as {seen}"
-                raise AtlasError(Code.MISALIGNED, got=got, hint=_HINT)
+                what = "The elements of a field are not aligned to the size of an element"
+                raise AtlasError(Code.MISALIGNED, what, got=got, hint=_HINT)
 
 
 def _form(placed: Placement) -> tuple[object, ...]:
@@ -340,9 +341,9 @@ def _check_groups(plan: PlanData) -> None:
 
 
 def _check_segments(pool: Pool, regions: list[tuple[Region, Placement]]) -> None:
-    """Check that segments ascend with gaps between them, and that each contains whole placements.
+    """Check that segments ascend with gaps between them, and that no layer crosses a gap.
 
-    A placement is that of the pages of one layer, or of one of its fields.
+    `regions` contains the placements of all pages of a region, or of one field of these pages.
     """
     if pool.segments is msgspec.UNSET:
         return

@@ -117,7 +117,7 @@ class PoolSegment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One allocation on every rank of a pipeline stage, or several if it has segments."""
+    """The memory of groups: one allocation on each rank of a pipeline stage, or one per segment."""
 
     stage: int
     index: int = 0
@@ -161,9 +161,10 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class FieldPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The position of one field of a region's layers in their pool.
 
-    Regions list these if their fields are stored apart, for example K and V in two tensors. The
-    axes are those of the field in the layer's page. An axis C may be divided into tiles C and c,
-    and the states of a block into groups: k counts the groups, N the states of a group.
+    A region has field placements if its fields are stored apart, for example K and V in two
+    tensors. The axes are those of the field in the layer's page, but two of them may be divided: C
+    then counts tiles and c the elements of a tile; k counts groups of states and N the states of a
+    group.
     """
 
     name: str
@@ -179,7 +180,7 @@ class FieldPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Bytes between two coordinates of each axis."""
 
     def placement(self, pages: int, blocks: int, item: int) -> Placement:
-        """Return the placement in `pages` layers and `blocks` blocks, with axes L and B first.
+        """Return the field's placement in `pages` layers and `blocks` blocks; L and B come first.
 
         `item` is the number of bytes of an element.
         """
@@ -188,7 +189,7 @@ class FieldPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return Placement(axes, (*sizes, *self.sizes), (*strides, *self.strides), self.offset, item)
 
     def describes(self, field: Field) -> bool:
-        """Return whether the axes and sizes are those of `field`, divided into tiles or not."""
+        """Return whether the axes and sizes match those of `field`, if divided axes are joined."""
         names = {axis.name for axis in field.axes} - {"c"}
         tiles = {"c": "C", "k": "N"}
         whole = names & ({"C", "N"} - {field.sharding.axis})
@@ -282,7 +283,8 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def stored(self, tp: int, blocks: int) -> dict[str, Placement]:
         """Return the placements that together cover the region, by name.
 
-        It is one placement of all pages, named `pages`, or one for each field.
+        The result has one placement of all pages, named `pages`, or one for each field if the
+        fields are stored apart.
         """
         if self.fields is msgspec.UNSET:
             return {"pages": self.placement(tp, blocks)}

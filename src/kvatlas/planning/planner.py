@@ -154,7 +154,7 @@ def _engine_rules(runs_on: object, policy: str, *, apart: bool) -> EngineRules:
     """
     engine, rules = split_policy(runs_on) if isinstance(runs_on, str) else ("", NEWEST)
     if engine != "vllm":
-        problem = "There is no such engine to run a plan on"
+        problem = "`runs_on` must be an engine that kvatlas supports"
         names = ("vllm", *(f"vllm@{release}" for release in RELEASES))
         hint = f"Use one of {', '.join(map(repr, names))}"
         raise AtlasError(Code.UNKNOWN_POLICY, problem, got=repr(runs_on), hint=hint)
@@ -201,7 +201,8 @@ def _order_refused(
         with suppress(AtlasError):
             maker(msgspec.structs.replace(request, layout=order))
             orders.append(order)
-    problem, layout = "", request.layout or "the default layout"
+    layout = request.layout or "the default layout"
+    problem = "Some layers or backends do not support this layout"
     got = f"{layout}: {refusal.problem} ({refusal.got})"
     if refusal.code is Code.LAYOUT_REFUSED:
         problem, got = refusal.problem, str(refusal.got)

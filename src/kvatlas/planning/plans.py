@@ -6,8 +6,8 @@ JSON and back, and it is validated whenever it is made or read.
 - A **group** is a set of layers that share one block table.
 - A **pool** is one allocation on the ranks of a pipeline stage. The groups in it overlay each
   other, because a block id belongs to one group at a time.
-- A **region** contains the layers of a group that have the same kind of page. It specifies the
-  position of these pages in a pool: a layout, an offset, and the strides of pages and blocks.
+- A **region** contains the layers of a group that have the same kind of page. The region specifies
+  the position of these pages in a pool: a layout, an offset, and the strides of pages and blocks.
   Every tensor-parallel rank of a stage has the same regions, with different heads and rows.
 """
 
@@ -128,7 +128,7 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
         except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as problem:
             hint = "Create the plan again with this version of kvatlas"
             cause = problem.__cause__
-            what, got = "", str(problem)
+            what, got = "The plan is invalid", str(problem)
             if isinstance(problem, AtlasError):
                 if problem.code is Code.UNLIKE_VERSIONS:
                     raise
@@ -285,7 +285,7 @@ def _version(plan: Plan) -> int:
 
 
 def _of_version(plan: Plan, version: int) -> Plan:
-    """Return `plan`, which was read from JSON of `version`; raise an error if it is a newer one."""
+    """Return `plan`; raise an error if it has features that JSON of `version` cannot contain."""
     if version < _version(plan):
         got = f"fields apart or segments in a plan of version {version}; they need version 2"
         hint = "Create the plan again with this version of kvatlas"

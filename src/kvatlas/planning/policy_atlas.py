@@ -11,8 +11,8 @@ plans differ in three cases:
   padding. Attention and states share one pool. A separate pool of states would fix the number of
   requests, so it is used only if the caller asks for it (`states="apart"`, `requests=`) or no
   block can hold both. `pack=N` packs N attention layers into each page instead.
-  `runs_on=` demands a plan that vLLM can run. It has one pool, whole states and blocks that kernels
-  read. Its promise ends at `max_len`, because the engine accepts no longer request.
+  `runs_on=` demands a plan that vLLM can run, with one pool, whole states and blocks that kernels
+  read. The promise of such a plan ends at `max_len`, because the engine accepts no longer request.
 - **Layouts.** Groups with different pages can overlay each other in any block-outermost
   layout, because a block id belongs to one group at a time. If the caller requests a layout
   that would interleave the blocks of different pages, each group gets a separate pool.
@@ -157,7 +157,7 @@ def _plan_hybrid(hybrid: Hybrid) -> Plan:
                 got=f"pack={request.pack} for {len(hybrid.attention)} attention layers in "
                 f"{hybrid.layout}",
                 hint=f"Omit pack=, or use 1..{hybrid.most_packed} for a model with one kind of "
-                "attention and one kind of state, in a layout with contiguous pages or blocks",
+                "attention and one kind of state in a layout with contiguous pages or blocks",
             )
         draft = (packed_to_run if request.runs_on else packed)(hybrid, request.pack)
         return make_plan(request, draft, policy="atlas")

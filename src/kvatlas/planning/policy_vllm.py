@@ -24,7 +24,7 @@ from kvatlas.planning.sized_layers import SizedLayer, size_layers
 
 
 def plan_vllm(request: PlanRequest) -> Plan:
-    """Return the plan of vLLM."""
+    """Return the plan that the release of vLLM in the request makes."""
     return make_plan(request, draft_vllm(request), policy=request.policy)
 
 

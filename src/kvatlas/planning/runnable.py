@@ -1,7 +1,7 @@
 """Whether an engine can run a plan of policy atlas, and why not.
 
-vLLM takes the offsets and strides of a plan as they are, but it has one allocation, one block table
-per group of layers, and kernels that do not support split recurrent states. It splits blocks into
+vLLM takes the offsets and strides of a plan as they are, but has one allocation, one block table
+per group of layers, and kernels that do not support split recurrent states. vLLM splits blocks into
 kernel blocks only if the blocks of a layer are adjacent.
 """
 

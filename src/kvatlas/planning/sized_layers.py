@@ -155,7 +155,7 @@ class SizedLayer:
 
     @property
     def alignment(self) -> int:
-        """A number of bytes. The block stride must be a multiple of it."""
+        """Alignment of the block stride, in bytes."""
         if self.apart is None:
             return 1
         unit, size = self.apart

@@ -14,8 +14,8 @@ MOST_RANKS = 1024
 def stage_layers(depth: int, pp: int) -> list[int]:
     """Return the number of layers of each pipeline stage.
 
-    Stages get equal shares. A remainder goes to the second-to-last stage and those before it,
-    one layer each, because the last stage also computes the logits.
+    Stages get equal shares. A remainder of r layers goes to the r stages before the last stage, one
+    layer each. The last stage gets none of them, because it also computes the logits.
 
     >>> stage_layers(61, 4)
     [15, 15, 16, 15]

@@ -80,8 +80,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_u
 def check(spec: Spec) -> None:
     """Raise an error if a parameter of a spec has an invalid value.
 
-    msgspec validates specs that it decodes; this also covers specs that Python code
-    constructs. Integers must be at least 1, or at least 0 if their default is 0.
+    msgspec validates only the specs that it decodes; Python code can construct any spec.
+    Integers must be at least 1, or at least 0 if their default is 0.
     """
     kind = type(spec)
     for name, options, default in _limited_fields(kind):

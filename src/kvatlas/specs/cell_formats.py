@@ -126,9 +126,9 @@ class ElementCast(NamedTuple):
 
 
 class CellRow(NamedTuple):
-    """The elements of one field in a cell, which begin at byte `at` of the cell.
+    """The elements of one field in a cell; the first element is at byte `at` of the cell.
 
-    `items` is their number, or the number of bytes if several elements share a byte.
+    `items` is the number of elements, or the number of bytes if several elements share a byte.
     """
 
     name: str
@@ -180,7 +180,7 @@ class CellFormat:
     def by_element(self) -> bool:
         """Whether elements can be converted one by one.
 
-        This requires that the cell has neither packed elements nor scales.
+        The value is true if the cell has neither packed elements nor scales.
         """
         scales = ("_scale", "_zero")
         return not any(row.dtype.packed or row.name.endswith(scales) for row in self.rows)
@@ -196,7 +196,8 @@ class CellFormat:
             if row.name == name:
                 return row
         hint = f"Use a field of this cell: {', '.join(row.name for row in self.rows)}"
-        raise AtlasError(Code.UNKNOWN_FIELD, got=repr(name)[:100], hint=hint)
+        problem = "The cell has no such field"
+        raise AtlasError(Code.UNKNOWN_FIELD, problem, got=repr(name)[:100], hint=hint)
 
     def scale(self, name: str) -> float:
         """Return the scale of a field's tensor; 1 if the format has no tensor scale."""
@@ -207,7 +208,7 @@ class CellFormat:
     def cast_to(self, other: CellFormat, name: str) -> ElementCast:
         """Return the elementwise conversion of field `name` to the format `other`.
 
-        Both formats must be `by_element`.
+        `by_element` must be true for both formats.
 
         >>> from kvatlas.specs import FullAttention
         >>> specs = [FullAttention(heads=1, head_dim=2, cache=cache) for cache in ("auto", "fp8")]

@@ -32,8 +32,9 @@ Version = Literal["v3", "v4", "v4.1"]
 class _Format(NamedTuple):
     """Row format of a sparse kernel.
 
-    `latent`, `rope` and `scale` are dtypes, and `block` elements share one scale. With
-    `rope_scaled`, rotary elements have scales too. With `inline`, scales are in the cell.
+    `latent`, `rope` and `scale` are dtypes, and `block` elements share one scale. If
+    `rope_scaled` is true, rotary elements have scales too. If `inline` is true, scales are in
+    the cell; otherwise they follow all rows of the page.
     """
 
     latent: str
@@ -218,7 +219,7 @@ class CompressorState(_ReplicatedRows, frozen=True, kw_only=True, tag="compresso
 class Ring(_ReplicatedRows, frozen=True, kw_only=True, tag="ring"):
     """Raw rows of the tokens that are not compressed yet, in one block per request.
 
-    A compressed cache stores one state for a group of `group` tokens. It needs the raw rows of the
+    A compressed cache stores one state for a group of `group` tokens, and needs the raw rows of the
     last group until this group is complete. The row of token t is state t % `rows`. The ring is
     larger than a group if an engine decodes several speculative tokens at once.
 

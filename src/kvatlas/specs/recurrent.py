@@ -1,7 +1,7 @@
 """Specs of recurrent layers, which store their whole state in one page.
 
-A recurrent page is a single cell. Its states follow each other, each with its own shape and
-dtype. The specs differ in their states and in how tensor parallelism shards them: by heads,
+A recurrent page is a single cell. The states in the cell follow each other; each has its own shape
+and dtype. The specs differ in their states and in how tensor parallelism shards them: by heads,
 or along the rows of a convolution. The rows of a convolution are its channels, concatenated
 from sections: queries, keys and values (written `q|k|v`) or the input and the matrices B and
 C of Mamba-2 (`x|B|C`). Each section is divided separately.

@@ -14,9 +14,9 @@ from kvatlas.specs.base import Spec
 def in_layout(spec: Spec, layout: Layout) -> Spec:
     """Return the spec with its scales at a location that the layout allows.
 
-    A location that the spec already sets is kept. Scales in planes after all data of K and V need
-    contiguous pages. If heads are not adjacent but the states of a head are contiguous, each head
-    gets separate planes; otherwise scales are in cells.
+    A location that the spec already sets does not change. In a layout with contiguous pages, the
+    scales follow all data of K and V in a page. In other layouts, the scales of a head follow its
+    data if the states of a head are contiguous; if they are not, scales are in the cells.
 
     >>> from kvatlas.specs import FullAttention
     >>> nvfp4 = FullAttention(heads=8, head_dim=128, cache="nvfp4")

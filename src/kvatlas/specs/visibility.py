@@ -1,8 +1,8 @@
 """Attention masks as one value: windows, chunks, sink tokens and encoders.
 
 Kernels use a `Visibility` to mask, planners to count blocks, and routes to skip tokens that
-no later token attends to. It uses only plain arithmetic, so positions may be ints, numpy
-arrays or tensors.
+no later token attends to. The methods of `Visibility` use only plain arithmetic, so positions may
+be ints, numpy arrays or tensors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Integration with transformers: `AtlasCache` and `attn_implementation="kvatlas"`.
 
-Importing this package registers the attention implementation. It requires transformers 5.17 or
-later (`pip install 'kvatlas[transformers]'`).
+Importing this package registers the attention implementation. The package requires transformers
+5.17 or later (`pip install 'kvatlas[transformers]'`).
 """
 
 from kvatlas.engines.transformers.cache import AtlasCache

@@ -66,12 +66,12 @@ class BlockTable:
         self._changed()
 
     def assign(self, blocks: list[int]) -> None:
-        """Set the blocks, which a `BlockPool` has allocated, of the only sequence of the batch."""
+        """Assign blocks that a `BlockPool` has allocated to the only sequence of the batch."""
         self.sequences = [blocks]
         self._changed()
 
     def blocks_to_select(self, chosen: Sequence[int]) -> int:
-        """Return how many free blocks `select` needs: one for each recurrent state it copies."""
+        """Return how many free blocks `select` needs: one for each state that it copies."""
         return max(0, len(chosen) - len(self.sequences)) if self.recurrent else 0
 
     def select(self, chosen: Sequence[int]) -> None:
@@ -101,7 +101,7 @@ class BlockTable:
     def can_crop(self, lengths: Sequence[int]) -> bool:
         """Return whether the sequences can be cropped to `lengths` tokens and then continue.
 
-        They cannot if a block that the next token attends to was freed.
+        The result is false if a block that the next token attends to has been freed.
         """
         return not any(
             NO_BLOCK
@@ -125,17 +125,17 @@ class BlockTable:
 
         A slot is the position of a token in the pages: block id * block size + offset. The result
         is a tensor [sequences, count]. `padding` is the number of tokens on the left of each
-        sequence that have no slot. All layers of a group call this with the same tokens. The first
-        call allocates the blocks, and copies those that sequences share.
+        sequence that have no slot. All layers of a group reserve the same tokens. The first
+        call allocates the blocks, and copies blocks that sequences share.
         """
         tokens = range(start, start + count)
         self._take_blocks(tokens, padding)
         return self.slots(tokens, padding)
 
     def reserve_next(self, start: int, padding: Sequence[int]) -> list[int]:
-        """Like `reserve` for one token at index `start`, but return a list, one slot per sequence.
+        """Reserve a slot for the token at index `start` of each sequence; return one per sequence.
 
-        This needs no work on the device.
+        Unlike `reserve`, this method does no work on the device.
         """
         self._take_blocks(range(start, start + 1), padding)
         slots = []
@@ -145,7 +145,7 @@ class BlockTable:
         return slots
 
     def _take_blocks(self, tokens: range, padding: Sequence[int]) -> None:
-        """Allocate unshared blocks for `tokens`, unless that was done before."""
+        """Allocate unshared blocks for `tokens`, unless another layer has done so."""
         if self._reserved == tokens:
             return
         self._forget_slots()
@@ -187,12 +187,12 @@ class BlockTable:
     def slots_to_read(
         self, tokens: range, start: int, padding: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return a tuple (slots, mask) for `tokens`. The mask is true for tokens not to be read.
+        """Return a tuple (slots, mask) for `tokens`; attention must not read masked tokens.
 
-        These are tokens that are not stored or not visible; their slot is 0. The mask is None if
-        all tokens can be read. With chunked attention, tokens of a chunk that ended before `start`
-        are masked, because they may never have been stored. All layers of a group read the same
-        tokens, and only the first call may wait for the device.
+        Tokens that are not stored or not visible are masked, and their slot is 0. The mask is None
+        if all tokens can be read. With chunked attention, tokens of a chunk that ended before
+        `start` are masked, because they may never have been stored. All layers of a group read the
+        same tokens, and only the first call may wait for the device.
         """
         if tokens not in self._to_read:
             slots = self.slots(tokens, padding)

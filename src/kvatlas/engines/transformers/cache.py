@@ -108,7 +108,7 @@ class AtlasCache(TransformersCache):
 
     @property
     def cache(self) -> Cache:
-        """The pages. States that the model has updated in place are written back first."""
+        """The pages, after states that the model updated in place have been written back."""
         self.batch.settle()
         return self._cache
 
@@ -275,7 +275,7 @@ class AtlasCache(TransformersCache):
                 Code.CANNOT_TAKE_BACK,
                 f"tokens_to_remove must be between -{self.seen} and 0",
                 got=tokens_to_remove,
-                hint="Pass the negative of the number of tokens to remove",
+                hint="Pass a negative number: -3 removes the last three tokens",
             )
         if not count:
             return

@@ -1,6 +1,6 @@
 """The layers of an `AtlasCache`: attention, recurrent, hybrid and empty layers.
 
-They implement the layer interface of transformers' caches. Models update recurrent states in
+All of them implement the layer interface of transformers' caches. Models update recurrent states in
 place, in one contiguous tensor per batch, but the states are stored in scattered blocks. A layer
 therefore lends the model a temporary tensor and writes it back to the pages at the next access
 to the cache.
@@ -93,7 +93,7 @@ class PagedAttentionLayer(CacheLayerMixin):
     def _in_sight(self, start: int, heads: int, dtype: torch.dtype) -> Pair:
         """Return K and V of the tokens that transformers' mask covers.
 
-        They are zero for tokens that are not stored.
+        K and V of tokens that are not stored are zero.
         """
         tokens = range(self._offset(start), self.seen)
         slots, missing = self.table.slots_to_read(tokens, start, self.batch.padding)
@@ -107,7 +107,7 @@ class PagedAttentionLayer(CacheLayerMixin):
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def _room(self, rows: int, heads: int, dtype: torch.dtype) -> Pair:
-        """Allocate K and V for `rows` tokens; up to an eighth more memory is allocated.
+        """Allocate K and V for `rows` tokens, with up to an eighth of additional memory.
 
         The number of tokens grows at every step. Rounding it up lets torch's caching allocator
         reuse the memory of the previous step. A new device allocation would take longer than the
@@ -296,7 +296,7 @@ class EmptyLayer(LinearAttentionCacheLayerMixin):
 
 
 def model_axes(state: State) -> str | None:
-    """Return the axis order of a state in transformers' models; None if no model has it."""
+    """Return the axis order of a state in transformers' models; None for other states."""
     own = {axis for axis, _ in state.axes}
     return next((axes for axes in _MODEL_AXES.get(state.name, ()) if set(axes) == own), None)
 

@@ -38,9 +38,9 @@ class DecodeGraph:
     overwritten by the next step.
 
     A mask that hides more than the left padding raises an error. The check runs in parallel with
-    the step and completes before the output is returned. For models with recurrent states it
-    completes before the step starts, because a step cannot be undone. Without a GPU, steps use
-    the same fixed tensors, but no graph is captured.
+    the step and completes before the output is returned. For models with recurrent states, the
+    check completes before the step starts, because a step cannot be undone. Without a GPU, steps
+    use the same fixed tensors, but no graph is captured.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32,
@@ -98,7 +98,7 @@ class DecodeGraph:
     def _is_step(self, ids: Tensor, options: dict[str, Any]) -> bool:
         """Return whether a forward call adds one token to every sequence of the cache.
 
-        Return False if it has options that a captured step does not support.
+        Return False if the call has options that a captured step does not support.
         """
         positions = options.get("position_ids")
         return (
@@ -137,7 +137,7 @@ class DecodeGraph:
 class _LookAtMask:
     """An asynchronous check that a mask hides the left padding and nothing else.
 
-    It is launched before a step, and its result is copied to the host while the step runs.
+    The check is launched before a step, and its result is copied to the host while the step runs.
     """
 
     def __init__(self, mask: Tensor, batch: SequenceBatch) -> None:

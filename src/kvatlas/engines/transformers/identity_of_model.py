@@ -38,10 +38,9 @@ def model_identity(model: Any) -> CacheIdentity:
 def stored_identity(model: Any, plan: Plan) -> CacheIdentity:
     """Return the identity of a model's rows in a tier. `plan` is the plan of its cache.
 
-    Another engine, such as vLLM, computes an equal identity if it stores equal rows. This requires
-    that the order of the elements in a row is known, that all tensors equal those of the
-    checkpoint, and that nothing is quantised. Otherwise the identity is a digest of the tensors in
-    memory.
+    If the order of the elements in a row is known, all tensors equal those of the checkpoint, and
+    nothing is quantised, another engine that stores equal rows, such as vLLM, computes an equal
+    identity. Otherwise the identity is a digest of the tensors in memory.
     """
     order = _element_order(model)
     found = _checkpoint_identity(model, whole=True) if order and _is_plain(plan) else None
@@ -95,9 +94,10 @@ def _changed(config: Any, folder: Path) -> dict[str, Any]:
 def _is_loaded(model: Any, folder: Path, *, whole: bool) -> bool:
     """Return whether a model's tensors equal those in its checkpoint's files.
 
-    A tensor is compared with the tensor of the same name and shape in the files, by samples or, if
-    `whole` is true, completely. Tensors without such a tensor are not compared. If `whole` is true,
-    the result is false unless each tensor is compared, or shares the memory of one that is.
+    Each tensor is compared with the tensor of the same name and shape in the files. If `whole` is
+    true, all elements are compared, and each tensor must be in the files or share the memory of a
+    tensor that is in the files. If `whole` is false, samples are compared, and tensors that are not
+    in the files are skipped.
     """
     from safetensors import SafetensorError, safe_open
 

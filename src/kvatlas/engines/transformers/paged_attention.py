@@ -1,9 +1,9 @@
 """Paged attention for transformers: `attn_implementation="kvatlas"`.
 
 Two functions are registered under that name. The mask function runs first, right after
-transformers has asked the cache for the mask sizes. It records in the cache which tokens are
-padding and that attention will read the pages. It checks the model's mask against the
-visibility of the layer's spec and returns an empty mask. Then each layer stores its new tokens
+transformers has asked the cache for the mask sizes. The mask function records in the cache which
+tokens are padding and that attention will read the pages, checks the model's mask against the
+visibility of the layer's spec, and returns an empty mask. Then each layer stores its new tokens
 and calls the attention function, which reads the pages of the layer that was just written.
 Without a cache, both functions fall back to plain attention.
 """
@@ -49,7 +49,7 @@ def page_mask(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> Tensor | None:
-    """Return the mask that transformers passes to attention, empty if attention reads the pages.
+    """Return the mask that transformers passes to attention; an empty mask selects the pages.
 
     Raises an error if the model's mask differs from the visibility of the layer's spec.
     """

@@ -78,7 +78,7 @@ class PrefixReuse:
                 "Prefix reuse requires an attention layer: without one, generate() does not know "
                 "how many tokens are cached",
                 got=f"{type(model).__name__}, which has only recurrent layers",
-                hint="Run it on an AtlasCache without PrefixReuse",
+                hint="Run the model on an AtlasCache without PrefixReuse",
             )
         if "recurrent" in kinds:
             _check_goes_on(model)
@@ -100,7 +100,7 @@ class PrefixReuse:
     def begin(self, prompt: Sequence[int], identity: PrefixIdentity | None = None) -> int:
         """Begin a request and return how many tokens of its prompt need not be computed.
 
-        An active request that has not been ended is discarded.
+        If another request is still active, it is discarded.
         """
         self._leave()
         hit = self._admit(prompt, identity)
@@ -215,7 +215,7 @@ class PrefixReuse:
     def _compute(self, stop: int) -> None:
         """Run the model on the prompt's first `stop` tokens, except those already cached.
 
-        Then register these tokens for reuse, and the recurrent state after the last of them.
+        Afterwards the first `stop` tokens, and the recurrent state after them, can be reused.
         """
         prompt, seen = self._prompt or [], self.cache.seen
         self._reserve(stop)
@@ -231,7 +231,7 @@ class PrefixReuse:
     def _reserve(self, tokens: int) -> None:
         """Reserve blocks for the request's first `tokens` tokens.
 
-        The pool may require that some of them are zeroed or copied. This function does both.
+        The method also zeroes and copies blocks, if the pool requires it.
         """
         if tokens <= self._reserved:
             return
@@ -257,7 +257,7 @@ class PrefixReuse:
 
 
 def _check_goes_on(model: Any) -> None:
-    """Raise an error if a call with several tokens ignores the model's recurrent states.
+    """Raise an error if a model ignores its stored states when called with several tokens.
 
     Some models of transformers ignore these states silently (Jamba, Bamba). To detect this, the
     function runs a few tokens in one call and in two calls on transformers' own cache. It then
@@ -276,5 +276,5 @@ def _check_goes_on(model: Any) -> None:
             "This model ignores its stored recurrent states when it is called with several tokens",
             got=f"{type(model).__name__}: logits change by {float(apart):.0%} if the same tokens "
             "are passed in two calls instead of one",
-            hint="Run it on an AtlasCache without PrefixReuse",
+            hint="Run the model on an AtlasCache without PrefixReuse",
         )

@@ -103,7 +103,7 @@ class TieredPrefixes:
     def load(self, chain: PrefixChain, cache: Cache, blocks: Blocks, start: int, stop: int) -> bool:
         """Load tokens start .. stop - 1 into blocks and return whether all were loaded.
 
-        If not, some of the blocks may have been overwritten.
+        If the result is false, some of the blocks may have been overwritten.
         """
         try:
             with self.tier.pin(chain.keys(stop), stop) as hit:
@@ -188,6 +188,6 @@ def tiered_prefixes(
     if options:
         problem = "Options are accepted only when the tier is given by its address"
         hint = "Pass the address, or set the options where the tier is opened"
-        got = f"an open tier with {', '.join(sorted(options))}"
+        got = f"an open tier and the options {', '.join(sorted(options))}"
         raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
     return TieredPrefixes(tier, identity, events, policy=policy)

@@ -69,8 +69,8 @@ class ConfiguredTier:
     def conversion(self, stage: DescribedStage) -> Converting | None:
         """Return how to convert the tier's blocks to this engine's cache dtype.
 
-        The result contains scales for all layers, including those of other pipeline stages. It is
-        None if the settings specify no conversion.
+        The result contains scales for all layers, including those of other pipeline stages. The
+        result is None if the settings specify no conversion.
         """
         if self._settings.convert is None:
             return None
@@ -122,8 +122,8 @@ class ConfiguredTier:
     def _fleet_identity(self) -> CacheIdentity:
         """Return the identity under which this engine stores blocks in an object store.
 
-        Another engine, also one other than vLLM, finds these blocks if it serves the same model and
-        stores the elements of K in the same order.
+        Other engines, including engines other than vLLM, find these blocks if they serve the same
+        model and store the elements of K in the same order.
         """
         served = self._vllm_config.model_config
         dtype = dtype_name(stored_dtype(self._settings, served))

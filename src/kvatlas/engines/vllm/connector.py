@@ -234,7 +234,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003
-        """Return True: a sleeping engine keeps no registration of its caches."""
+        """Return True: the connector does not use the caches while the engine sleeps."""
         return True
 
     def unregister_kv_caches(self) -> None:
@@ -258,7 +258,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> KVAtlasEndpoint | None:
         """Return this rank's endpoint, and the plan of its tier if the tier is in a store.
 
-        Return None if the rank has neither.
+        Return None if the rank has neither an endpoint nor such a plan.
         """
         if self._worker is None and not self._settings.fleet_tier:
             return None

@@ -40,7 +40,7 @@ class KVAtlasEndpoint(KVConnectorHandshakeMetadata):
 
 @dataclass
 class KVAtlasStored(KVConnectorWorkerMetadata):
-    """For each checkpoint of a running request, the number of workers that have stored it.
+    """The number of workers that have stored each checkpoint of running requests.
 
     A checkpoint is a position at which a tier stores windows and recurrent states.
     """

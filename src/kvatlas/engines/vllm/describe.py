@@ -247,7 +247,7 @@ def _check_topology(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def _own_windows(config: Any) -> dict[str, Visibility]:
-    """Return the window or chunk of each layer by name, for groups with one spec per layer."""
+    """Return the window or chunk of each layer, by name, in groups with one spec per layer."""
     return {
         name: seen_by_group(spec)
         for group in config.transfer_groups
@@ -259,7 +259,7 @@ def check_windows(name: str, spec: Any, seen: Visibility) -> None:
     """Raise an error if vLLM's spec of a group lacks the window `seen` of one of its layers.
 
     Only groups that keep all tokens are checked. vLLM's scheduler reads only the group's spec; if
-    the window is missing there, the scheduler treats the layer as full attention.
+    the window is missing in that spec, the scheduler treats the layer as full attention.
     """
     if (
         keeps_all_tokens(spec)
@@ -273,7 +273,7 @@ def check_windows(name: str, spec: Any, seen: Visibility) -> None:
 def _own_spec(spec: Any, layer: str) -> Any:
     """Return vLLM's spec of one layer, from the spec of its group.
 
-    If the group has one spec for all layers, return that.
+    A group has either a spec for each layer or one spec for all layers.
     """
     several = getattr(spec, "kv_cache_specs", None)
     return spec if several is None else several[layer]

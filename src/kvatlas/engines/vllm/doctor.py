@@ -89,7 +89,7 @@ def diagnose(
 ) -> Diagnosis:
     """Check whether the decode engine can read what the prefill engine computed.
 
-    `peer` is the address and port of a running rank. If it is given, also connect to that rank,
+    `peer` is the address and port of a running rank. If `peer` is given, also connect to that rank,
     with the settings of the engine whose address belongs to this host.
 
     >>> one, two = (EngineArguments.of_changes("Qwen3-8B", said) for said in ("tp=2", "tp=1"))

@@ -1,4 +1,4 @@
-"""Collect the transfers that background threads finish until the engine's next step."""
+"""Collect the transfers that background threads have finished since the engine's last step."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class EngineArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @classmethod
     def of_values(cls, given: dict[str, Any]) -> EngineArguments:
-        """Build from a mapping of vLLM's argument names, or short names such as tp, to values."""
+        """Return the arguments in `given`, by vLLM's names or by short names such as tp."""
         values = {_long(str(name)): value for name, value in given.items()}
         for name in ("hf_overrides", "speculative_config", "kv_transfer_config"):
             if isinstance(values.get(name), str):

@@ -29,7 +29,7 @@ class Finding:
 
 
 def finding(what: str, said: Iterable[str], verdict: Verdict = "ok", why: str = "") -> Finding:
-    """Return a finding about `what`. `said` has the prefill engine's value, then the other's."""
+    """Return a finding about `what`. `said` contains the values of prefill and decode engine."""
     prefill, decode = said
     return Finding(what, prefill, decode, verdict, why)
 

@@ -78,7 +78,8 @@ def _check_stored(stored: Plan, own: Plan, convert: Converting | None) -> None:
     same = fingerprint(stored) == fingerprint(own)
     if convert is None and not same:
         got = f"a tier with {stored}, and an engine with {own}"
-        raise AtlasError(Code.UNLIKE_MODELS, got=got, hint="Set tier to another file")
+        problem = "The tier stores caches of another model or of another cache dtype"
+        raise AtlasError(Code.UNLIKE_MODELS, problem, got=got, hint="Set tier to another file")
     if convert is None:
         return
     if same:

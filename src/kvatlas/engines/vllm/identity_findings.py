@@ -20,7 +20,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class _Served:
-    """The weights and config of an engine, as far as they are known without starting it."""
+    """The weights and config of an engine, as far as its arguments and local files show them."""
 
     weights: str | None
     """The name or a digest of the weights; None if they are not on this host."""

@@ -2,8 +2,8 @@
 
 The spec of a dense attention layer follows from vLLM's spec and the number of ranks. vLLM's specs
 lack some details, such as the sections of a convolution and the rotary part of a latent. These
-come from the model's config and are checked against the sizes in vLLM's spec; a mismatch raises an
-error.
+details come from the model's config and are checked against the sizes in vLLM's spec; a mismatch
+raises an error.
 
 vLLM's classes are matched by name, so that this module does not import vLLM.
 """
@@ -206,7 +206,7 @@ def _heads(name: str, local: int, model: ServedModel) -> int:
 def cache_dtype(name: str, spec: Any, model: ServedModel) -> str:
     """Return a layer's cache dtype: `auto` if its cache is not quantised.
 
-    Raise an error for a mode that kvatlas does not know.
+    Raise an error if kvatlas does not support the layer's quantisation mode.
     """
     mode = spec.kv_quant_mode.name.lower()
     if mode == "none":
@@ -246,7 +246,7 @@ def _packing(
 def _latent(name: str, spec: Any, model: ServedModel) -> AnySpec:
     """Return the spec of an MLA layer or indexer from the model's config.
 
-    Raise an error if its sizes differ from those in vLLM's spec.
+    Raise an error if the sizes in this spec differ from those in vLLM's spec.
     """
     known = _known(name, model)
     page = known.page(spec.block_size, tp=model.tp)
@@ -287,7 +287,7 @@ def _ring(name: str, spec: Any, model: ServedModel) -> Ring:
 def _recurrent(name: str, spec: Any, model: ServedModel) -> AnySpec:
     """Return the spec of a recurrent layer from the model's config.
 
-    Its dtypes and the shape of its convolution state are those of vLLM's spec.
+    The dtypes of its states and the shape of its convolution state come from vLLM's spec.
     """
     known = _known(name, model)
     if not isinstance(known, Recurrent):

@@ -9,7 +9,7 @@ from kvatlas.engines.vllm.orders import RemoteRequest
 
 
 class LingeringReleases:
-    """Delayed releases of offers, each `seconds` after the offer's last reader is gone.
+    """Releases each offer `seconds` after its last reader is gone.
 
     An offer is a finished request whose blocks another engine keeps for this engine to read.
     After the delay, `release` is called with the offer.

@@ -1,7 +1,7 @@
 """Offers of this engine's finished requests to decode engines.
 
-With `n` > 1, vLLM splits a request into siblings with the same prompt. They share one offer,
-because a client uses the response parameters of only one of them.
+With `n` > 1, vLLM splits a request into siblings with the same prompt. All siblings share one
+offer, because a client uses the response parameters of only one sibling.
 """
 
 from __future__ import annotations
@@ -79,16 +79,16 @@ class MadeOffers:
         return OfferOrder(name, offer.request, tables, tokens), answer
 
     def sent(self, request_id: str) -> None:
-        """Stop sharing a request's offer: its blocks were sent and are freed now."""
+        """Stop sharing a request's offer, because the request's blocks were sent and are freed."""
         parent = parent_of(request_id) or ""
         shared = self._shared.get(parent)
         if shared is not None and shared.request_id == request_id:
             del self._shared[parent]
 
     def _is_shareable(self, offer: _SharedOffer, prompt: str, tokens: int) -> bool:
-        """Return whether an offer is for this prompt digest and token count, and still lasts.
+        """Return whether a sibling with this prompt digest and token count may share an offer.
 
-        An offer counts as lasting while less than half of its lease has passed.
+        Siblings share an offer until half of its lease has passed.
         """
         same = (offer.remote.prompt, offer.remote.tokens) == (prompt, tokens)
         return same and time.monotonic() < offer.made + self._lease_seconds / 2

@@ -1,8 +1,8 @@
 """Track the local requests that may still read an offer of another engine.
 
-With `n` > 1, vLLM splits a request into siblings with the same `kv_transfer_params`. They reach
-the scheduler at different steps, and none of them records `n`. The offer is released when the
-last known reader is done with it.
+With `n` > 1, vLLM splits a request into siblings with the same `kv_transfer_params`. Siblings
+reach the scheduler at different steps, and none of them records `n`. The offer is released when
+the last known reader has ended.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class OfferReaders:
     def reads_alone(self, request_id: str) -> bool:
         """Return whether a request is the only one of this engine that may read its offer.
 
-        It must have no siblings, the requests that vLLM makes from one request with `n` > 1.
+        The result is false if the request has siblings: vLLM has made it from a request with
+        `n` > 1.
         """
         offer = self._offers[request_id]
         return parent_of(request_id) is None and len(self._readers[offer.request]) == 1

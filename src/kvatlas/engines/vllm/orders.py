@@ -86,8 +86,8 @@ Got no key 'kvatlas'. Run KVAtlasConnector in both engines, and forward its para
 def prompt_digest(prompt: Sequence[int] | None, tokens: int, context: bytes = b"") -> str:
     """Return a digest of a prompt's first `tokens` tokens and of the request's context.
 
-    `context` comes from `request_context`. It is empty for a request without adapter, salt, media
-    and embeddings.
+    `context` is the result of `request_context`, which is empty for a request without adapter,
+    salt, media and embeddings.
 
     >>> prompt_digest([1, 2, 3], 2) == prompt_digest([1, 2, 9, 9], 2)
     True
@@ -156,8 +156,8 @@ class LoadOrder:
 class StoreOrder:
     """An order to store tokens of a request in the tier.
 
-    For a finished request, vLLM frees its blocks afterwards. For a running one, the order has the
-    number of a checkpoint, which workers report to the scheduler.
+    vLLM frees the blocks of a finished request after the store. The order for a running request has
+    the number of a checkpoint, which workers report to the scheduler after the store.
     """
 
     request_id: str

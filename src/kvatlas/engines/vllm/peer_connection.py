@@ -24,7 +24,7 @@ def peer_finding(settings: ConnectorSettings, peer: str) -> Finding:
     """Connect to a running rank of a peer engine, and return a finding.
 
     `peer` is the rank's address and port. `settings` are the settings of the engine that would
-    connect, and contain its secret. The function asks the rank one question, to detect a wrong
+    connect, and contain its secret. The function sends one request to the rank, to detect a wrong
     secret or another program on the port.
     """
     endpoint = peer if peer.startswith("tcp://") else f"tcp://{peer}"

@@ -105,7 +105,7 @@ def _groups(plan: Plan) -> str:
 def _partial(source: Plan, destination: Plan) -> list[Finding]:
     """Return findings about layers that keep only some tokens.
 
-    These are layers with sliding windows or recurrent states.
+    Layers with sliding windows or recurrent states keep only some tokens.
     """
     findings = []
     windows = [windows_of(plan) for plan in (source, destination)]

@@ -116,7 +116,7 @@ def plan_engine(
 def _crashes_on_cpu(vllm_config: Any, states: Mapping[str, Any], block: int) -> bool:
     """Return whether vLLM's CPU kernel would crash when it saves a recurrent state.
 
-    It crashes if it has to save a state in the middle of a prefill.
+    The kernel crashes if it has to save a state in the middle of a prefill.
     """
     on_cpu = getattr(vllm_config.device_config, "device_type", None) == "cpu"
     saves = any(spec.num_prefill_checkpoint_blocks for spec in states.values())
@@ -125,18 +125,19 @@ def _crashes_on_cpu(vllm_config: Any, states: Mapping[str, Any], block: int) -> 
 
 
 def check_engine(vllm_config: Any, specs: Mapping[str, Any]) -> None:
-    """Raise an error for an engine that must keep vLLM's own plan; the error has the reason."""
+    """Raise an error with the reason if an engine must keep vLLM's own plan."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     states = [spec for spec in specs.values() if _is_state(spec)]
     if not states or len(states) == len(specs):
         raise declined("the model is not a hybrid of attention and recurrent layers", "one kind")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            raise declined("context parallelism", f"{name}={getattr(parallel, name)}")
+            got = f"{name}={getattr(parallel, name)}"
+            raise declined("the planner does not support context parallelism", got)
     if getattr(vllm_config, "speculative_config", None) is not None:
-        raise declined("speculative decoding", "a speculative_config")
+        raise declined("the planner does not support speculative decoding", "a speculative_config")
     if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
-        raise declined("sparse attention with a host pool", "a hisparse_config")
+        raise declined("the planner does not support hisparse_config", "a hisparse_config")
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         raise declined("the hybrid cache manager is disabled", "disable_hybrid_kv_cache_manager")
     if cache.num_gpu_blocks_override is not None:
@@ -236,8 +237,8 @@ def check_placement(config: Any, plan: Plan | None, places: str = "vLLM") -> Non
     """Raise an error if vLLM's `KVCacheConfig` does not place the layers as the plan does.
 
     If `plan` is None, as for one of several pipeline stages, only check that the pages of a group
-    do not overlap and stay in their block. `places` is the name, in the error, of the program that
-    has placed the layers.
+    do not overlap and stay in their block. The error names `places` as the program that placed the
+    layers.
     """
     try:
         _check_placement(config, plan)

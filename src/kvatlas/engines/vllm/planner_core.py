@@ -1,6 +1,7 @@
 """The part of the planner that is the same for all releases of vLLM.
 
-It makes a plan, compares it with vLLM's own, logs the result, and falls back to vLLM's plan.
+The planner makes a plan, compares it with vLLM's plan and logs the result. If its plan is not
+better, or cannot be made, vLLM's plan is used.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class SpecsWithKernels(dict[str, Any]):
     """A worker's vLLM specs by layer name, with the attribute `kernels`.
 
     The attribute contains the block sizes that each layer's attention kernels support. A worker
-    sends it to the engine core together with the specs.
+    sends the attribute to the engine core together with the specs.
     """
 
     kernels: dict[str, KernelBlocks]
@@ -123,8 +124,8 @@ def _planned(
 def reported_kernels(specs: Sequence[dict[str, Any]]) -> dict[str, KernelBlocks]:
     """Return the block sizes that the kernels of each layer support, as the workers reported them.
 
-    Raise an error if a worker reported none: it runs without the planner, so it would not use the
-    block sizes of a plan.
+    Raise an error if a worker reported no block sizes: such a worker runs without the planner and
+    would not use the block sizes of a plan.
     """
     kernels: dict[str, KernelBlocks] = {}
     for rank, one in enumerate(specs):
@@ -196,7 +197,8 @@ def with_packed_layout(vllm_config: Any, groups: Sequence[Any]) -> Any:
 def install_in_workers() -> None:
     """Change vLLM's workers for the planner, in this process.
 
-    They report the block sizes that their kernels support, and use the block sizes of the plan.
+    The changed workers report the block sizes that their kernels support, and use the block sizes
+    of the plan.
     """
     checked(WorkerWrapperBase.initialize_from_config, "self", "kv_cache_configs")
 
@@ -225,7 +227,7 @@ def install_in_workers() -> None:
 
 
 def kernel_blocks(vllm_config: Any) -> dict[str, KernelBlocks]:
-    """Return the block sizes that the kernels of each attention layer support, in a worker."""
+    """In a worker, return the block sizes that the kernels of each attention layer support."""
     found = {}
     for name, layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).items():
         backend = layer.get_attn_backend()
@@ -239,8 +241,8 @@ def kernel_blocks(vllm_config: Any) -> dict[str, KernelBlocks]:
 def adopt_block_sizes(vllm_config: Any, kv_cache_config: Any) -> None:
     """Copy the block sizes of a worker's caches to its vLLM config.
 
-    Every worker has a separate config, and some model runners read the block size of recurrent
-    states from it.
+    Every worker has a separate config, from which some model runners read the block size of
+    recurrent states.
     """
     cache = vllm_config.cache_config
     groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]

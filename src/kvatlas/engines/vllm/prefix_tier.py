@@ -1,6 +1,6 @@
 """`PrefixTier`: the scheduler's lookup of prefixes in a tier, by their tokens.
 
-Lookups run in background threads. They pin and verify the blocks that they find, so that a
+Lookups run in background threads. A lookup pins and verifies the blocks that it finds, so that a
 damaged block is a miss instead of a failed request. Workers then fetch the pinned blocks by the
 name of the pin. A store has no pins; there, workers look up the same keys again. An unreachable
 or slow tier counts as a miss.

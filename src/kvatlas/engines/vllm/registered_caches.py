@@ -36,7 +36,7 @@ def check_reachable(tensor: torch.Tensor) -> None:
 def untouched_config(served: Any) -> dict[str, Any] | None:
     """Read a model's config from its source, without the values that the engine's arguments set.
 
-    Return None if it cannot be read.
+    Return None if the source cannot be read.
     """
     try:
         found = get_config(

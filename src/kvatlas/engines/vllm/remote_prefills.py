@@ -50,7 +50,7 @@ class RemotePrefills:
         orders.keep.append(offer.request)
 
     def waiting(self, request_id: str) -> RemoteRequest | None:
-        """Return the offer that a request will read; None if there is none, or after `take`."""
+        """Return the offer that a request will read; None without an offer or after `take`."""
         return self._waiting.get(request_id)
 
     def take(self, request_id: str) -> RemoteRequest | None:
@@ -63,7 +63,7 @@ class RemotePrefills:
     def begin_read(self, request_id: str) -> bool:
         """Begin a read; return whether the request is the only reader of its offer.
 
-        If so, the read also releases the offer.
+        If the result is true, the read also releases the offer.
         """
         final = self._readers.reads_alone(request_id)
         if final:

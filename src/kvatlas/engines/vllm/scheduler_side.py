@@ -1,8 +1,8 @@
 """The scheduler's part of the connector: which tokens to load, from where, which blocks to keep.
 
 A decode engine always computes the last token of a prompt, even if it has read that token's cache.
-This token needs the windows and recurrent states from before it. For a model with windows or
-recurrent layers, the prefill engine therefore omits the last token.
+Computing the last token requires the windows and recurrent states of the tokens before. For a model
+with windows or recurrent layers, the prefill engine therefore omits the last token.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class SchedulerSide:
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Return a tuple (number of tokens to load, whether the load is asynchronous).
 
-        The number excludes the first `computed` tokens. It is None while a lookup is running.
+        The number excludes the first `computed` tokens, and is None while a lookup is running.
         """
         remote = self._remote.waiting(request.request_id)
         if remote is None:
@@ -286,9 +286,9 @@ class SchedulerSide:
             self._checkpoints.stored(checkpoints)
 
     def sent(self, requests: Any) -> None:
-        """Record that peers have read these requests or the tier has stored them.
+        """Record that peers have read `requests`, or that the tier has stored them.
 
-        vLLM then frees their blocks.
+        vLLM then frees the blocks of these requests.
         """
         for request_id in requests or ():
             self._offers.sent(request_id)
@@ -300,7 +300,7 @@ class SchedulerSide:
         return [] if self._tier is None else self._tier.take_events()
 
     def received(self, requests: Any) -> None:
-        """Record that the loads of these requests have finished or failed."""
+        """Record that the loads of `requests` have finished or failed."""
         for request_id in requests or ():
             self._remote.end_read(request_id, self._orders)
             self._pulling.discard(request_id)
@@ -339,9 +339,9 @@ class SchedulerSide:
     def _read_until(self, request: Any, stop: int) -> int:
         """Return how many tokens to read: `stop`, or `stop - 1` if the last token is not needed.
 
-        vLLM recomputes the prompt's last token, so it need not be read. It is read nevertheless if
-        it completes a block, because other requests may reuse that block before the token is
-        recomputed. Reading one token less saves thousands of short runs if K is transposed.
+        vLLM recomputes the prompt's last token, so the last token need not be read unless it
+        completes a block: other requests may reuse that block before the token is recomputed.
+        Reading one token less saves thousands of short runs if K is transposed.
         """
         last = stop == request.num_prompt_tokens
         return stop - int(last and self._groups.end_inside_blocks(stop))
@@ -349,7 +349,7 @@ class SchedulerSide:
     def _note_windows_alone(self, request_id: str) -> None:
         """Record that only the windows of a request were read from another engine.
 
-        This matters only if vLLM keeps all tokens of some window layers; otherwise do nothing.
+        Do nothing unless vLLM keeps all tokens of some window layers.
         """
         if self._groups.windows_kept_whole:
             self._windows_alone.add(request_id)

@@ -52,7 +52,7 @@ class EngineSessions:
 
     @contextmanager
     def use(self, endpoints: tuple[str, ...], request: str) -> Iterator[Session]:
-        """Yield the session with an engine, opened on first use. It is not closed while in use.
+        """Yield the session with an engine, which the first use opens.
 
         While the session is being opened, the other engine keeps its offer of `request`.
         """

@@ -2,7 +2,7 @@
 
 vLLM frees the blocks before a window, and overwrites a state, long before a request ends. The
 scheduler therefore selects positions while the prompt is computed, and holds their blocks until all
-workers have stored them. vLLM ends a step at a state's position if it is the request's
+workers have stored them. vLLM ends a step at a state's position if that position is the request's
 `shared_prefix_boundary`.
 """
 

@@ -85,10 +85,7 @@ imports. Got cannot import name 'SupportsHMA' from 'vllm.base'. Use vLLM 0.32 or
 
 
 def check_managers(kv_cache_manager: Any) -> None:
-    """Raise an error if vLLM's cache manager lacks an attribute that the connector reads.
-
-    These attributes contain the blocks of each request.
-    """
+    """Raise an error if vLLM's cache manager lacks the attributes with each request's blocks."""
     managers = getattr(getattr(kv_cache_manager, "coordinator", None), "single_type_managers", ())
     needed = ("num_cached_block", "req_to_blocks", "block_pool")
     lacking = [name for name in needed if not all(hasattr(one, name) for one in managers)]
@@ -106,7 +103,7 @@ def check_backend(vllm_config: Any) -> None:
 
     In vLLM 0.32, prefill and decode of MLA on a CPU disagree in the rotary part of Q and K, even
     without a connector. The logprobs of a prompt change if its last token is computed in a decode
-    step. This happens to every request whose cache was loaded.
+    step, as it is in every request whose cache was loaded.
     """
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
     if device == "cpu" and getattr(vllm_config.model_config, "use_mla", False):

@@ -1,7 +1,7 @@
 """Convert blocks of a tier that were stored by engines with another cache dtype.
 
-The setting `convert` names both formats. This engine's scales come from its layers. Blocks do not
-contain the scales with which they were stored; the setting `convert_scales` specifies these.
+The setting `convert` names both formats. This engine's scales come from its layers. Stored blocks
+do not contain their scales, so the setting `convert_scales` specifies them.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def stored_cache(settings: ConnectorSettings, vllm_config: Any) -> str:
 def stored_dtype(settings: ConnectorSettings, served: Any) -> str:
     """Return torch's name of the compute dtype of the engines that store blocks in the tier.
 
-    If the source format of `convert` is quantised, it does not determine the compute dtype. This
-    engine's dtype is then assumed.
+    A quantised source format of `convert` does not determine the compute dtype. The result is then
+    the compute dtype of this engine.
     """
     if settings.convert is not None:
         sources = {source for source, _ in parse_conversion(settings.convert)}
@@ -105,8 +105,8 @@ def keeps_finished(settings: ConnectorSettings, served: Any) -> bool:
     """Return whether an engine stores its finished requests in the tier.
 
     With `convert`, the tier's blocks have another format than this engine's, and blocks are
-    converted only when they are loaded. Such an engine stores its requests only in a store that
-    several engines share, and only if all these engines have the same compute dtype.
+    converted only when they are loaded. An engine with this setting stores its requests only in a
+    store that several engines share, and only if all these engines have the same compute dtype.
     """
     if settings.convert is None:
         return True

@@ -91,10 +91,7 @@ class TierScheduler:
         return self._chains.get(request_id)
 
     def attention(self, request_id: str) -> int:
-        """Return how many tokens of a waiting request the tier has for full-attention layers.
-
-        They are the first tokens of the prompt.
-        """
+        """Return how many of a waiting request's first tokens the tier has for full attention."""
         looked_up = self._found.get(request_id)
         found = _result(looked_up) if looked_up is not None and looked_up.done() else None
         return 0 if found is None else found.attention
@@ -102,7 +99,7 @@ class TierScheduler:
     def begun(self, request_id: str) -> None:
         """Register a request whose prompt another engine computed.
 
-        If the weights are updated while it runs, it is not stored in the tier.
+        The tier does not store this request if the weights are updated while the request runs.
         """
         self._found.setdefault(request_id, None)
 
@@ -132,7 +129,7 @@ class TierScheduler:
         self._let_go(self._found.pop(request_id, None))
 
     def reset(self) -> None:
-        """Invalidate everything that was computed before a weight update."""
+        """Invalidate the prefixes and requests that were computed before a weight update."""
         self._tier.forget_all()
         self._outdated |= self._found.keys()
         for looked_up in self._found.values():

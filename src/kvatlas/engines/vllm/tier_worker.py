@@ -2,7 +2,7 @@
 
 For caches on a GPU, each step records a mark (a CUDA event) after the kernels that the engine has
 launched. Stores wait for the mark, because a request's last blocks may not be written yet. Loads
-wait for it too, because the previous owner of the blocks may still be reading them. A load is
+wait for the mark too, because the previous owner of the blocks may still be reading them. A load is
 complete before it is reported, so that kernels launched later see its data.
 """
 
@@ -154,7 +154,7 @@ class TierWorker:
     def _fill(self, hit: Hit | StoreHit, order: LoadOrder) -> None:
         if hit.tokens < order.stop:
             hint = 'Set kv_load_failure_policy to "recompute", so that vLLM computes them'
-            got = f"{hit.tokens} of {order.stop} tokens"
+            got = f"{hit.tokens} of {order.stop} tokens in the tier"
             raise AtlasError(
                 Code.MISSING_BLOCKS,
                 "Tokens were evicted from the tier after the lookup",
@@ -219,6 +219,6 @@ class TierWorker:
 
 
 def _threads() -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
-    """Return the threads that load, and the one that stores."""
+    """Return two thread pools: one for loads, and one with a single thread for stores."""
     loading = ThreadPoolExecutor(_LOADING, thread_name_prefix="kvatlas-load")
     return loading, ThreadPoolExecutor(1, thread_name_prefix="kvatlas-store")

@@ -47,7 +47,7 @@ class TransferGroup:
         return tuple(-1 if block == _NULL_BLOCK else block for block in ids[:entries])
 
     def entries(self, start: int, stop: int) -> slice:
-        """Return the table entries that hold tokens start .. stop - 1, or the state after them."""
+        """Return the table entries of tokens start .. stop - 1, or of the state after them."""
         if self.ring:
             return slice(0, 1)
         first = stop - 1 if self.recurrent else start
@@ -100,8 +100,8 @@ class TransferGroups:
     def state_block(self) -> int | None:
         """The step, in tokens, between positions at which vLLM keeps recurrent states.
 
-        The positions are the multiples of this number. It is 1 if there are no recurrent groups,
-        and None if vLLM keeps only the latest state.
+        The positions are the multiples of this step. The step is 1 if there are no recurrent
+        groups, and None if vLLM keeps only the latest state.
         """
         states = [group for group in self._groups if group.recurrent]
         return lcm(*(one.block for one in states)) if all(s.by_position for s in states) else None
@@ -133,7 +133,7 @@ class TransferGroups:
     def windows(self, *, windows_alone: bool) -> tuple[int, ...]:
         """Return the sizes, in tokens, of windows and chunks before which the engine has no tokens.
 
-        For some layers, vLLM frees the tokens before the window; for others, it keeps all tokens.
+        vLLM frees the tokens before the window for some layers, and keeps all tokens for others.
         If `windows_alone` is true, this engine never received the tokens before any window, so the
         sizes of all windows are returned.
         """

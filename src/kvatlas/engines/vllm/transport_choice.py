@@ -30,8 +30,8 @@ def choose_transport(settings: ConnectorSettings, *, on_gpu: bool) -> TransportC
     """Return the transport of an engine whose caches are in GPU memory, or in host memory.
 
     If only processes of the same host can reach the engine, the result is `cuda` for caches in GPU
-    memory and `shm` for others. Otherwise it is `nixl` if the host has NIXL and an RDMA device, and
-    `tcp` if not.
+    memory and `shm` for others. If other hosts can reach the engine, the result is `nixl` if this
+    host has NIXL and an RDMA device, and `tcp` if not.
 
     >>> choose_transport(ConnectorSettings(), on_gpu=False)
     TransportChoice(name='shm', options={}, why='all peers are on this host')

@@ -70,8 +70,8 @@ def stored_identity(
 ) -> CacheIdentity:
     """Return the identity of an engine's rows in a store.
 
-    Another engine, also one other than vLLM, computes an equal identity if it stores equal rows.
-    `dtype` is the compute dtype. The other arguments are those of `engine_identity`.
+    Other engines, including engines other than vLLM, compute an equal identity if they store equal
+    rows. `dtype` is the compute dtype. The other arguments are those of `engine_identity`.
     """
     known = ConnectorSettings(weights_identity=settings.weights_identity)
     identity = engine_identity(vllm_config, known, untouched)
@@ -220,7 +220,8 @@ def _changed(untouched: Mapping[str, Any], effective: Mapping[str, Any]) -> dict
 def _as_read(untouched: Any, effective: Any) -> Any:
     """Return RoPE parameters with the type that was in the config before vLLM loaded the model.
 
-    Models with MLA rename the type in the processes that load them, but not in the scheduler's.
+    Models with MLA rename the type in the processes that load them, but not in the scheduler's
+    process.
     """
     if not (isinstance(untouched, Mapping) and isinstance(effective, Mapping)):
         return effective

@@ -85,7 +85,7 @@ class WorkerSide:
         identity: CacheIdentity | None,
         ended: EndedRequests | None = None,
     ) -> None:
-        """Start the node of one rank. It listens on the first port of the settings plus `port`.
+        """Start one rank's node, which listens on the first port of the settings plus `port`.
 
         `identity` is the identity of the engine's caches; None only if the settings accept any.
         `ended` collects finished transfers.
@@ -219,7 +219,7 @@ class WorkerSide:
     def _read(self, pull: _Pull, session: Session) -> bool:
         """Pull a request's blocks; return False if the pull was cancelled before it started.
 
-        Raise if the transfer fails. No bytes arrive after this returns or raises.
+        Raise if the transfer fails. No bytes arrive after this method returns or raises.
         """
         order, settings = pull.order, self._settings
         # A pull of all tokens without a list of layers ends the offer even if it is not final.

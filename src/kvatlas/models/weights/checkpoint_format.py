@@ -86,7 +86,7 @@ def checkpoint_format(
 
 
 def _selected(format_: Format, element: Format) -> CheckpointFormat:
-    """Return the formats of a checkpoint whose matrices have one format."""
+    """Return the formats of a checkpoint: `format_` for matrices, `element` for other tensors."""
     if format_.label in UNQUANTISED:
         return CheckpointFormat(format_, None, "weights_dtype")
     whole = format_ in GGUF_BLOCKS.values()  # GGUF files also quantise the embedding and lm_head

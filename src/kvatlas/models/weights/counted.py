@@ -281,7 +281,7 @@ def _read(source: Source, dtype: str | None) -> Weights:
 def _described_type(root: Config, text: Config, architecture: str) -> str:
     """Return the model type that selects how weights are counted.
 
-    Candidates are the model types in the config, then the architecture's name. The first that is
+    Candidates are the model types in the config, then the architecture's name. The first candidate
     in the table of families is returned.
     """
     class_name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", architecture.partition("For")[0]).lower()

@@ -44,7 +44,7 @@ Head = Literal["plain", "bias", "bert"]
 
 
 class Traits(NamedTuple):
-    """Properties of a family that its config lacks, and defaults for its config."""
+    """Properties of a model family that configs do not contain, and defaults for missing keys."""
 
     norms: int = 2
     """Number of norms per layer whose width is the hidden size."""
@@ -94,7 +94,7 @@ class Traits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text model's config, traits, and the specs of each layer's caches."""
+    """A text model's config, its family's traits, and the specs of each layer's caches."""
 
     config: Config
     traits: Traits

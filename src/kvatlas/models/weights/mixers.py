@@ -111,14 +111,18 @@ def latent_indexer(config: Config) -> list[Tensor]:
 
 
 def indexer(config: Config) -> list[Tensor]:
-    """Return the weights of an indexer, which selects latent rows or K as the config specifies."""
+    """Return the weights of the indexer, which is `latent_indexer` or `block_indexer`."""
     section = config.section("sparse_attention_config") or config
     latent_rows = section is config and config.has("q_lora_rank")
     return latent_indexer(config) if latent_rows else block_indexer(config, section)
 
 
 def block_indexer(config: Config, section: Config) -> list[Tensor]:
-    """Return the weights of an indexer of K, as in MiniMax-M3: two projections and two norms."""
+    """Return the weights of an indexer of plain attention, as in MiniMax-M3.
+
+    The weights are two projections and two norms. `section` is the part of `config` that describes
+    the indexer.
+    """
     heads = section.count("sparse_num_index_heads", "index_n_heads", "indexer_n_heads")
     head_dim = section.count("sparse_index_dim", "index_head_dim", "indexer_head_dim")
     keys = section.count("indexer_kv_heads", default=1)

@@ -8,7 +8,7 @@ from kvatlas.models.weights.tensor import Tensor, linear, norm
 
 
 def vocabulary(text: Text) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the embedding and, in a separate list, lm_head."""
+    """Return a list with the embedding, and a list with lm_head."""
     rows, width = text.config.count("vocab_size"), embedding_width(text)
     embedding = [Tensor("embedding", "embed_tokens", rows, width, parts=rows)]
     return embedding, [Tensor("lm_head", "lm_head", rows, width, parts=rows, linear=True)]
@@ -23,7 +23,7 @@ def embedding_width(text: Text) -> int:
 def before_layers(text: Text) -> list[Tensor]:
     """Return the weights between the embedding and the first layer.
 
-    These are position embeddings and projections.
+    The weights are position embeddings, embeddings of some families, and projections.
     """
     config, traits, width = text.config, text.traits, embedding_width(text)
     tensors = first_tensors(text)

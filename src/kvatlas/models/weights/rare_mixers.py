@@ -44,8 +44,8 @@ def gpt_neo(text: Text) -> Iterator[list[Tensor]]:
 def zamba1(text: Text) -> Iterator[list[Tensor]]:
     """Yield the tensors of each Zamba layer: Mamba and, in some layers, a projection.
 
-    The projection connects a layer to the shared attention block, which the first such layer
-    includes.
+    The projection connects a layer to the shared attention block. The first such layer also
+    includes the weights of the block.
     """
     config, hidden, shared = text.config, text.hidden, False
     rank = config.get("mamba_dt_rank")

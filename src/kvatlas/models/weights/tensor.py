@@ -2,8 +2,8 @@
 
 A weight has a shape, a class, and the number of parts into which tensor parallelism can
 divide it: the heads of an attention projection, the rows of an MLP, or 1 for a weight that is
-replicated on every rank. This number covers all cases: query heads are divided, KV heads are
-divided until each rank has one head, and norms, routers and latent down-projections are replicated.
+replicated on every rank. Thus query heads are divided, KV heads are divided until each rank has
+one head, and norms, routers and latent down-projections are replicated.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Rules of engines as data: one table per release of vLLM, with conditions on the chip.
 
-A new release needs one module here and its recorded answers (`make record-vllm`).
+A new release needs one module in this package and the recorded plans of vLLM
+(`make record-vllm`).
 """
 
 from __future__ import annotations

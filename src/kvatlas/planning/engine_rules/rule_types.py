@@ -28,7 +28,7 @@ class PrefillCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     """The block size of the model must be a multiple of this number of tokens."""
 
     def fits(self, model: Model, spec: Spec) -> bool:
-        """Return whether the kernel supports the states of a spec; `on` checks the chip."""
+        """Return whether the kernel supports the states of a spec, on any chip."""
         if not isinstance(spec, Recurrent) or spec.__struct_config__.tag != self.states:
             return False
         sizes = {getattr(spec, name, self.key_dim) for name in ("key_dim", "head_dim")}
@@ -42,7 +42,7 @@ class PrefillCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BackendChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A backend that the engine selects instead of its choice on Hopper."""
+    """A backend that the engine selects, under some conditions, instead of the one on Hopper."""
 
     chips: tuple[str, ...]
     instead_of: tuple[str, ...]
@@ -98,7 +98,7 @@ class EngineRules(msgspec.Struct, frozen=True, kw_only=True):
     """Backends that accept any block stride in this release, although not in newer ones."""
 
     def checkpoint(self, model: Model, spec: Spec, chip: str | None) -> PrefillCheckpoint | None:
-        """Return the rule that applies to the states of a spec on a chip; None if none applies."""
+        """Return the checkpoint rule for the states of a spec on a chip; None if there is none."""
         found = (rule for rule in self.checkpoints if rule.on(chip) and rule.fits(model, spec))
         return next(found, None)
 
