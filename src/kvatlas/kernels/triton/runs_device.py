@@ -1,7 +1,7 @@
 """Device code that copies runs: contiguous ranges of bytes or elements.
 
 The runs are given by two short tables, starts and spans (see `address_runs`). There is one run for
-every pair of a start and a span, and its offset is the sum of their offsets.
+every pair of a start and a span. The offset of a run is the start's offset plus the span's offset.
 """
 
 from __future__ import annotations
