@@ -97,7 +97,7 @@ INTERNAL: dict[str, str] = {
     "tier": """
         geometry.address_arrays geometry.integers planning.plans planning.request
         planning.sized_layers planning.topology routing.binding routing.block_tables
-        routing.conversion routing.converted_stream routing.token_ranges specs.cell_formats
+        routing.conversion routing.converted_stream routing.token_ranges
         specs.identity
         copying.block_staging copying.checksum copying.cuda_driver copying.file_runs
         copying.gpu_offload copying.memory_copy copying.nested_copy copying.pool_bounds

@@ -121,18 +121,17 @@ def _between(source: Plan, destination: Plan, convert: Converting | None) -> Rou
     # If the formats match and no source scales are given, there is nothing to convert or check.
     if convert is None or (alike and convert.source_scales is None):
         return route(source, destination, padding=False)
-    about: dict[str, Any] = {"padding": False}
-    if not alike:
-        scales = {
-            "source_scales": convert.source_scales,
-            "destination_scales": convert.destination_scales,
-        }
-        about |= {"convert": convert.name, **scales}
-    made = route(
-        source, destination, **about
-    )  # first: its errors for unlike models are more specific
-    specs = _specs(source), _specs(destination)
     scales = convert.source_scales, convert.destination_scales
+    about: dict[str, Any] = {}
+    if not alike:
+        about = {
+            "convert": convert.name,
+            "source_scales": scales[0],
+            "destination_scales": scales[1],
+        }
+    # The route comes first, because its errors for unlike models are more specific.
+    made = route(source, destination, padding=False, **about)
+    specs = _specs(source), _specs(destination)
     # Other caches read the rows later and cannot supply scales, so both must be given.
     refuse_rescaling(*specs, specs[0].keys() & specs[1].keys(), scales, both=True)
     return made
