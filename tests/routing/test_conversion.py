@@ -400,11 +400,16 @@ def test_scales_of_a_layer_that_is_copied_are_equal() -> None:
     """Bytes that are copied unchanged have another value if the destination has another scale."""
     kept, mixed = planned(attention("fp8")), planned(attention("fp8"), attention("bf16"))
     whole = planned(attention("fp8"), attention("fp8"))
-    for plans, named in (((kept, kept), {}), ((mixed, whole), {"convert": "bf16->fp8"})):
+    asked: list[tuple[Plan, Plan, dict[str, Any]]] = [
+        (kept, kept, {}),
+        (mixed, whole, {"convert": "bf16->fp8"}),
+    ]
+    for src, dst, named in asked:
         for scales in ((1.0, 2.0), (1.0, (1.0, 2.0))):
             ask = dict(zip(("source_scales", "destination_scales"), scales, strict=True))
-            refused(Code.BAD_CONVERSION, *plans, "must have equal", **ask, **named)
-        made = route(*plans, **named, source_scales=(1.0, 2.0), destination_scales=(1.0, 2.0))
+            refused(Code.BAD_CONVERSION, src, dst, "must have equal", **ask, **named)
+        equal: dict[str, Any] = dict.fromkeys(("source_scales", "destination_scales"), (1.0, 2.0))
+        made = route(src, dst, **named, **equal)
         assert (made.conversion is not None) == bool(named)
     assert route(mixed, whole, convert="bf16->fp8", destination_scales=2.0).conversion
 
