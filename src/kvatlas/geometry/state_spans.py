@@ -148,7 +148,7 @@ class CommonStates(NamedTuple):
 
     @property
     def side_by_side(self) -> bool:
-        """Whether consecutive common states are consecutive in both source and destination."""
+        """Whether each common state directly follows the previous one, at both ends."""
         return self.steps == (1, 1)
 
     def last_entry(self, end: int) -> int:

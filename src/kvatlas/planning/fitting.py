@@ -321,16 +321,16 @@ def fit(
     ep: int | None = None,
     **options: Any,
 ) -> Fit:
-    """Fit a model on GPUs such as `8xH100`, in the given topology or the one with the most users.
+    """Fit a model on GPUs such as `8xH100`.
 
     The topology is given by `tp`, `pp`, `dp`, `dcp` and `ep`; see `Topology`. If all of them have
-    their defaults, `fit` searches for the topology with the most users. If some are given, the
-    remaining GPUs go to `tp`, or to `dp` if `tp` is given. `2x8xH100` names two hosts; the ranks
-    of a pipeline stage then share a host. `model` is anything that
-    `Weights.load` takes; a `Model` is not enough, because it has no weights. Options are
-    `utilization`, the fraction of GPU memory to use (0.9 by default), `overhead`, the bytes per GPU
-    for everything except weights and cache, `weights_dtype`, the format of the weights if it is
-    not that of the checkpoint, and the options of `plan()`.
+    their defaults, `fit` searches for the topology that serves the most users. If some are given,
+    the remaining GPUs go to `tp`, or to `dp` if `tp` is given. `2x8xH100` names two hosts; the
+    ranks of a pipeline stage then share a host. `model` is anything that `Weights.load` takes; a
+    `Model` is not enough, because it has no weights. Options are `utilization`, the fraction of GPU
+    memory to use (0.9 by default), `overhead`, the bytes per GPU for everything except weights and
+    cache, `weights_dtype`, the format of the weights if it is not that of the checkpoint, and the
+    options of `plan()`.
 
     >>> found = fit("Llama-3.1-8B", "2xH100", max_len="32K")
     >>> print(found.topology, found.users())

@@ -71,7 +71,7 @@ def page_of(spec: Spec, block: int, tp: int, rank: int = 0, padded: int | None =
 
 @lru_cache(maxsize=4096)
 def heads_on_rank(heads: int, tp: int) -> int:
-    """Return how many of `heads` heads one of `tp` ranks holds."""
+    """Return the number of heads on each rank, if `tp` ranks divide `heads` heads."""
     return Sharding.by_heads(heads).size(tp)
 
 

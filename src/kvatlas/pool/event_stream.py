@@ -293,7 +293,7 @@ def _number(number: int) -> bytes:
 def _checked(frames: list[bytes]) -> tuple[int, bytes]:
     """Check a message [topic, number, batch] and return its number and its encoded batch."""
     if len(frames) != 3 or len(frames[1]) != 8 or frames[1][0] & 0x80:
-        problem = "An event message must have 3 frames: a topic, a number of 8 bytes and a batch"
+        problem = "An event message must have 3 frames: a topic, an 8-byte number and a batch"
         got = f"{len(frames)} frames of {list(map(len, frames))[:8]} bytes"
         hint = "Use the address at which vLLM 0.32 or kvatlas publishes KV events"
         raise AtlasError(Code.BAD_HANDSHAKE, problem, got=got, hint=hint)

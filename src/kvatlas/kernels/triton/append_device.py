@@ -40,8 +40,9 @@ def append_rows(
 ):  # fmt: skip
     """Store the new tokens of a tile and gather all its tokens, for one sequence and head.
 
-    Tokens first .. stop - 1 are written to `out` [sequences, heads, tokens, D]. Of these, tokens
-    start .. stop - 1 are read from `new`, the others from the cache.
+    The tokens with indices in `[first, stop)` are written to `out` [sequences, heads, tokens, D].
+    The kernel reads those in `[start, stop)` from `new`, and those in `[first, start)` from the
+    cache.
     """
     after_previous(SHAPE.early)
     before_next(SHAPE.early)

@@ -58,7 +58,7 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 def _elsewhere(endpoint: str, host: str) -> AtlasError:
     return AtlasError(
         Code.BAD_HANDSHAKE,
-        "A push must be announced from the host of the announced endpoint",
-        got=f"{endpoint}, announced from {host}",
+        "A push must come from the host whose address its endpoint contains",
+        got=f"endpoint {endpoint} from host {host}",
         hint="Let the source listen at the address from which it connects, or at 0.0.0.0",
     )

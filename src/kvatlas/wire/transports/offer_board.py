@@ -198,7 +198,7 @@ class SeenOffer:
 
     @property
     def held(self) -> bool:
-        """Whether the board shows that the offer was not taken down since it was found."""
+        """Whether the offer has stayed on the board since this object read it."""
         return self._board.generation(self._slot) == self._generation
 
     @property

@@ -52,7 +52,10 @@ class WatchedProcess:
     _statm = -1
 
     def __init__(self, number: int, holds: Path | None = None) -> None:
-        """Watch the process with pid `number`, which has the file at `/proc` path `holds` open."""
+        """Watch the process with pid `number`.
+
+        `holds` is a path in `/proc` of a file that the process keeps open, if there is one.
+        """
         self._lock = threading.Lock()
         """Held while the descriptor is used, because a closed descriptor's number may be reused."""
         self._calls = _calls()
