@@ -111,7 +111,7 @@ class Ingest:
     def deliveries(
         self, rank: int, blocks: Any, tokens: tuple[int, int], needs: Iterable[NeededBlock]
     ) -> dict[Shape, Delivery]:
-        """Return the bytes that a rank writes to a block, for each shape of the blocks in `needs`."""
+        """Return the bytes that a rank writes to a block of each shape in `needs`."""
         with self._lock:
             needs = list(needs)
             if all((rank, need.shape) in self._known for need in needs):
