@@ -8,6 +8,7 @@ passed a dtype.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from kvatlas.geometry import DType
@@ -50,6 +51,12 @@ class CheckpointFormat(NamedTuple):
     def format_of(self, name: str, tensor: Tensor) -> Format:
         """Return the format of a tensor with the full name `name`."""
         return (self.scheme and self.scheme.format_of(name, tensor)) or self.element
+
+    def without_effect(self, parts: Iterable[Sequence[tuple[Tensor, Format]]]) -> bool:
+        """Return whether there is a scheme that quantises no tensor of `parts`."""
+        if self.scheme is None:
+            return False
+        return all(format_ is self.element for part in parts for _, format_ in part)
 
 
 def checkpoint_format(

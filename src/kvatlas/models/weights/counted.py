@@ -263,11 +263,16 @@ def _read(source: Source, dtype: str | None) -> Weights:
         _stored(tensors, formats, f"layers.{index}")
         for index, tensors in enumerate(layers_of(text))
     ]
+    stored_first = _stored(first, formats)
+    stored_last = _stored([*after_layers(text), *([] if tied_head else head)], formats)
+    if formats.without_effect((stored_first, *layers, stored_last)):
+        doubtful = True
+        warnings.append(f"no matrix of the model is quantised as {formats.label}: assuming 16 bits")
     made = Weights(
         name=model.name,
-        first=_stored(first, formats),
+        first=stored_first,
         layers=tuple(layers),
-        last=_stored([*after_layers(text), *([] if tied_head else head)], formats),
+        last=stored_last,
         predictors=_predictors(text, layers, formats),
         tied=tied_head,
         label=formats.label,
