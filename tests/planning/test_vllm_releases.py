@@ -30,7 +30,12 @@ ANSWERS: dict[str, Any] = json.loads((HERE / "vllm_answers.json").read_text())
 CONFIGS: dict[str, Any] = json.loads((HERE / "vllm_figures.json").read_text())["configs"]
 OF_CONFIGS: dict[str, Any] = json.loads((HERE / "vllm_answers_of_configs.json").read_text())
 FACTS = Path(os.environ.get("KVATLAS_FACTS", "no-such-folder")) / "configs"
-NAMES = {"FLASHINFER_SM100": "FLASHINFER", "COMPRESSOR": "CompressorBackend"}
+NAMES = {
+    "FLASHINFER_SM100": "FLASHINFER", "COMPRESSOR": "CompressorBackend",
+    "DEEPSEEK_SPARSE_SWA_DSV41": "DEEPSEEK_SPARSE_SWA",
+    "DEEPSEEK_SPARSE_SWA_DSV41_SM100": "DEEPSEEK_SPARSE_SWA",
+    "DEEPSEEK_V41_INDEXER_SM100": "DEEPSEEK_V41_INDEXER",
+}  # fmt: skip
 """Backends whose names in vLLM differ from those in kvatlas."""
 
 
