@@ -298,6 +298,11 @@ def _doubt(model_type: str, config: Config) -> list[str]:
     """Return a list with a warning if parameter counts of this model type were never verified."""
     if model_type not in FAMILIES:
         return [f"unknown family {model_type or '(none)'}: counted like Llama"]
+    if config.get("engram_layer_ids"):
+        return [
+            "this count was not checked against another implementation, and the tables of n-grams "
+            "are not counted: vLLM keeps them in host memory"
+        ]
     # Kimi-K3, and Qwen4 with embeddings of n-grams
     if model_type in UNVERIFIED or config.has("attn_res_block_size") or config.get("ple_layer_ids"):
         return ["this count was not checked against another implementation"]

@@ -105,7 +105,8 @@ def _uniform(method: str, section: Config, text: Config) -> Quantisation | None:
     if method == "mxfp4":  # gpt-oss
         experts = NamePatterns(["*.experts.*"])
         return Quantisation(f"experts {default.label}", None, ((experts, default),))
-    fp4 = MXFP4 if text.text("expert_dtype") == "fp4" else None  # DeepSeek-V4
+    named = section.text("expert_dtype") or text.text("expert_dtype")  # DeepSeek-V4 and V4.1
+    fp4 = MXFP4 if named == "fp4" else None
     if algorithm := section.text("moe_quant_algo"):
         # A second pass quantised only the experts; its ignore list applies to that pass, and
         # the tensors in it keep the format of the first pass.
