@@ -178,6 +178,22 @@ def test_never_worse_than_each_release(release: str, chip: str) -> None:
         holds(plan(name, policy=f"atlas@{release}", **ask), vllm)
 
 
+@pytest.mark.skipif(not FACTS.is_dir(), reason="KVATLAS_FACTS names no folder with configs")
+@pytest.mark.parametrize("release", list(RELEASES))
+def test_never_worse_than_each_release_for_public_configs(release: str) -> None:
+    """Every config that vLLM was asked about, at every tp and on every chip."""
+    compared = 0
+    for name, by_tp in OF_CONFIGS[release].items():
+        model = Model.load(FACTS / f"{name}.json")
+        for tp, entries in by_tp.items():
+            for chip in (chip for chips, _ in entries for chip in chips.split()):
+                ask: dict[str, Any] = {"memory": "140GiB", "tp": int(tp), "chip": chip}
+                vllm = plan(model, policy=f"vllm@{release}", **ask)
+                holds(plan(model, policy=f"atlas@{release}", **ask), vllm)
+                compared += 1
+    assert compared >= 600
+
+
 def test_a_plan_without_a_chip_warns_if_the_chip_matters() -> None:
     (warning,) = plan("Qwen3.5-397B-A17B", memory="60GiB", tp=2, policy="vllm").warnings
     assert "sm90, sm100" in warning
