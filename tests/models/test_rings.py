@@ -9,6 +9,7 @@ import pytest
 from kvatlas import AtlasError, Code
 from kvatlas.models import Model
 from kvatlas.planning import plan
+from kvatlas.routing import route
 from kvatlas.specs import (
     FullAttention,
     GatedDeltaNet,
@@ -143,6 +144,27 @@ def test_chips_store_other_records_of_deepseek_v41() -> None:
         specs = [made.spec(name) for name in made.layers]
         found = {x.page(64).content for x in specs if isinstance(x, LatentAttention)}
         assert found == records, chip
+
+    chosen = plan(v41(), chip="sm100", kv_dtype="fp8_ds_mla", **ask)
+    specs = [chosen.spec(name) for name in chosen.layers]
+    assert {x.page(64).content for x in specs if isinstance(x, LatentAttention)} == {528}
+    with pytest.raises(AtlasError) as refusal:
+        plan(v41(), chip="sm100", kv_dtype="bf16", **ask)
+    assert refusal.value.code is Code.BACKEND_REFUSES
+
+
+def test_records_of_deepseek_v41_are_not_moved_between_chips() -> None:
+    """Blackwell's kernels read other bytes: a route has to be refused, or to convert them."""
+    ask: dict[str, Any] = {"memory": "20GiB", "policy": "vllm", "max_len": 4096}
+    hopper, consumer, blackwell = (
+        plan(v41(), chip=chip, **ask) for chip in ("sm90", "sm120", "sm100")
+    )
+    assert route(hopper, plan(v41(), chip="sm90", tp=8, **ask))
+    assert route(hopper, consumer)
+    for pair in ((hopper, blackwell), (blackwell, consumer)):
+        with pytest.raises(AtlasError) as refusal:
+            route(*pair)
+        assert refusal.value.code is Code.UNLIKE_LAYERS
 
 
 def test_a_stage_of_deepseek_v41_starts_with_a_layer_that_stores_rows() -> None:

@@ -116,6 +116,7 @@ class Backend(msgspec.Struct, frozen=True):
 
 _FP8 = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 _TOKEN_HEAD = ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")
+_RECORDS = ("fp8_ds_mla",)
 _TURBO = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
 
 BACKENDS: dict[str, Backend] = {
@@ -162,16 +163,18 @@ BACKENDS: dict[str, Backend] = {
         ),
         Backend("DEEPSEEK_SPARSE_SWA", "other", (32,)),
         Backend("COMPRESSOR", "other", (1,)),
-        Backend("FLASHMLA_SPARSE_DSV41", "other", (64,), multiples=False),
-        Backend("FLASHINFER_MLA_SPARSE_DSV41", "other", (128,), multiples=False),
+        Backend("FLASHMLA_SPARSE_DSV41", "other", (64,), multiples=False, caches=_RECORDS),
+        Backend("FLASHINFER_MLA_SPARSE_DSV41", "other", (128,), multiples=False, caches=_RECORDS),
         Backend(
-            "FLASHMLA_MEGA_ATTN_DSV41", "other", (128,), multiples=False, align=512,
-            record=("nvfp4_ds_mla", "v4.1"),
+            "FLASHMLA_MEGA_ATTN_DSV41", "other", (128,), multiples=False, caches=_RECORDS,
+            align=512, record=("nvfp4_ds_mla", "v4.1"),
         ),
-        Backend("DEEPSEEK_SPARSE_SWA_DSV41", "other", (32,), window_block=32),
+        Backend(
+            "DEEPSEEK_SPARSE_SWA_DSV41", "other", (32,), caches=_RECORDS, window_block=32
+        ),
         Backend(  # kernels read both kinds of records as rows of the whole cache
-            "DEEPSEEK_SPARSE_SWA_DSV41_SM100", "other", (32,), window_block=32, align=512,
-            record=("fp8_ds_mla", "v4.1"), stride_bytes=lcm(528, 288),
+            "DEEPSEEK_SPARSE_SWA_DSV41_SM100", "other", (32,), caches=_RECORDS, window_block=32,
+            align=512, record=("fp8_ds_mla", "v4.1"), stride_bytes=lcm(528, 288),
         ),
         Backend(
             "DEEPSEEK_V41_INDEXER", "other", (64,), multiples=False, layouts=("BLHNC", "BLNHC")
@@ -238,6 +241,10 @@ def backends_of(
         backend = BACKENDS.get(selected[alike])
         if named and backend and named.family == backend.family:
             backend = named
+        if backend and backend.record and model.cache == "fp8_ds_mla":
+            # The caller has chosen the record of all latent rows; a row has 528 bytes then.
+            record, stride = (model.cache, backend.record[1]), backend.stride_bytes and 528
+            backend = msgspec.structs.replace(backend, record=record, stride_bytes=stride)
         if backend and not rules.whole_kernel_blocks:
             rows = backend.whole_rows and backend.name not in rules.any_stride
             backend = msgspec.structs.replace(
