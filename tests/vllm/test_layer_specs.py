@@ -188,7 +188,10 @@ RINGS = {
     "qwen4": ("Qwen4-Exp", "model.layers.3.self_attn.indexer.raw_key_cache", 1),
     "glm5": ("GLM-5.3-Flash", "model.layers.3.self_attn.indexer.tail_cache", 2),
     "step5": ("Step5", "model.layers.1.self_attn.attn.csa_tail_ring", 1),
-}
+    "v41": (
+        "DeepSeek-V4.1-Flash", "language_model.model.layers.2.attn.compressor.state_cache", 1,
+    ),
+}  # fmt: skip
 
 
 def ring_engine(kind: str, rows: int, **about: Any) -> Plan:
@@ -203,25 +206,33 @@ def ring_engine(kind: str, rows: int, **about: Any) -> Plan:
     return describe_engine(config, of((spec, [layer])))
 
 
-@pytest.mark.parametrize(("kind", "group"), [("qwen4", 4), ("glm5", 16)])
-def test_a_ring_has_the_rows_of_the_engine(kind: str, group: int) -> None:
+V41_ROW: dict[str, Any] = {"head_size": 1024, "dtype": "torch.float32", "item": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "rows", "nbytes", "about"),
+    [("qwen4", 4, 4, 256, {}), ("glm5", 16, 16, 256, {}), ("v41", 2, 8, 4096, V41_ROW)],
+)
+def test_a_ring_has_the_rows_of_the_engine(
+    kind: str, group: int, rows: int, nbytes: int, about: dict[str, Any]
+) -> None:
     """An engine that decodes speculative tokens has a larger ring; rows move between both."""
-    layer, ends = RINGS[kind][1], [ring_engine(kind, rows) for rows in (group, 2 * group)]
+    layer, ends = RINGS[kind][1], [ring_engine(kind, n, **about) for n in (rows, 2 * rows)]
     rings = [made.spec(layer) for made in ends]
-    assert [ring.rows for ring in rings if isinstance(ring, Ring)] == [group, 2 * group]
+    assert [ring.rows for ring in rings if isinstance(ring, Ring)] == [rows, 2 * rows]
     assert [group.kind for group in ends[0].groups] == ["ring"]
     assert fingerprint(ends[0]) == fingerprint(ends[1])
     blocks: dict[str, Any] = {"source_blocks": [5], "destination_blocks": [9]}
-    way = route(*ends)
-    (copy,) = way.bind(source_rank=0, destination_rank=0, **blocks, tokens=5 * group + 3).copies
-    # Token 5 * group is the first row of the smaller ring, and in the middle of the larger one.
+    way, stop = route(*ends), 5 * rows + 3
+    (copy,) = way.bind(source_rank=0, destination_rank=0, **blocks, tokens=stop).copies
+    start = (stop - 1) // group * group  # the open group
     views = [[made.view(layer, field.name) for field in made.page(layer).fields] for made in ends]
     first = [
         sorted(int(view(**(dict.fromkeys(view.axes, 0) | {"B": block, "N": row}))) for view in own)
-        for own, block, row in zip(views, (5, 9), (0, group), strict=True)
+        for own, block, row in zip(views, (5, 9), (start % rows, start % (2 * rows)), strict=True)
     ]
     assert [sorted(copy.source.tolist()), sorted(copy.destination.tolist())] == first
-    assert set(copy.length.tolist()) == {3 * 256}
+    assert set(copy.length.tolist()) == {(stop - start) * nbytes}
 
 
 def test_a_ring_of_other_sizes_is_refused() -> None:

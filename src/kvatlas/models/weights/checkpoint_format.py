@@ -22,7 +22,8 @@ from kvatlas.models.weights.formats import (
     named_format,
     plain,
 )
-from kvatlas.models.weights.quantisation import Quantisation, quantisation
+from kvatlas.models.weights.quantisation import quantisation
+from kvatlas.models.weights.scheme import Quantisation
 from kvatlas.models.weights.tensor import Tensor
 
 Origin = Literal["config", "weights_dtype", "assumed", "estimate"]
