@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvatlas import AtlasError
@@ -235,11 +236,61 @@ def test_a_ring_has_the_rows_of_the_engine(
     assert set(copy.length.tolist()) == {(stop - start) * nbytes}
 
 
+def ring_rows(memory: Any, block: int, block_bytes: int, rows: int) -> Any:
+    """The rows of a ring of Step5 as its kernels number them, by hand: 1 KiB each."""
+    page = memory[block * block_bytes : block * block_bytes + rows * 1024]
+    return page.reshape(rows, 1024)
+
+
+@pytest.mark.parametrize(("source", "destination"), [(96, 48), (48, 96), (12, 96), (12, 12)])
+@pytest.mark.parametrize("stop", [1, 7, 8, 9, 13, 100, 191, 192, 193, 1021])
+def test_the_rows_of_step5_arrive_whatever_page_they_fill(
+    source: int, destination: int, stop: int
+) -> None:
+    """By hand: token t is row t % rows. Every row of the open group arrives, and nothing else."""
+    ends = [ring_engine("step5", 16, head_size=rows * 32) for rows in (source, destination)]
+    rng = np.random.default_rng(stop)
+    memories = [rng.integers(0, 256, 16 * rows * 1024, np.uint8) for rows in (source, destination)]
+    before = memories[1].copy()
+    blocks: dict[str, Any] = {"source_blocks": [5], "destination_blocks": [9]}
+    bound = route(*ends).bind(source_rank=0, destination_rank=0, **blocks, tokens=stop)
+    for copy in bound.copies:
+        for start, to, length in zip(copy.source, copy.destination, copy.length, strict=True):
+            memories[1][to : to + length] = memories[0][start : start + length]
+    group = range((stop - 1) // 8 * 8, stop)
+    theirs = ring_rows(memories[0], 5, source * 1024, source)
+    expected = before.copy()
+    for token in group:
+        into = ring_rows(expected, 9, destination * 1024, destination)
+        into[token % destination] = theirs[token % source]
+    assert np.array_equal(memories[1], expected)
+
+
+def test_a_ring_of_step5_in_pieces_is_refused() -> None:
+    """Rows are contiguous in no order where a token of another layer follows each token."""
+    spec = CircularBufferSpec(block_size=16, head_size=3072, num_kv_heads=1)
+    config = of((spec, ["model.layers.1.self_attn.attn.csa_tail_ring"]))
+    tensors, groups = config.kv_cache_tensors, config.groups
+    apart = SimpleNamespace(
+        transfer_groups=groups, kv_cache_tensors=tensors, num_blocks=16, kv_cache_layout="BHNLC"
+    )
+    file = Path(__file__).parents[1] / "planning" / "ring_configs" / "Step5.json"
+    about = vllm_config()
+    about.model_config.dtype = "torch.bfloat16"
+    about.model_config.hf_config = json.loads(file.read_text())
+    tensors[0].layer_stride = 2 * spec.state_content_size_bytes
+    with pytest.raises(AtlasError) as refusal:
+        describe_engine(about, apart)
+    assert refusal.value.code is Code.ENGINE_REFUSES
+
+
 def test_a_ring_of_other_sizes_is_refused() -> None:
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("qwen4", {"head_size_v": 128}),
         ("qwen4", {"num_kv_heads": 3}),
-        ("step5", {"head_size": 3072}),
+        ("step5", {"head_size": 3000}),  # pages that are no whole number of rows
+        ("step5", {"head_size": 128}),  # four rows
+        ("step5", {"head_size": 3072, "num_kv_heads": 2}),
     ]
     for kind, sizes in wrong:
         with pytest.raises(AtlasError) as refusal:
