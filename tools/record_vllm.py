@@ -137,6 +137,7 @@ class Question:
         if any(isinstance(layer.spec, Indexer) for layer in model.layers):
             text.index_topk = INDEX_TOPK
             text.index_kpool = self.pool
+        text.num_attention_heads, text.o_groups = model.attention_heads, model.output_groups
         head = first.latent + first.rope if latent else getattr(first, "head_dim", 0)  # type: ignore[union-attr]
         served = SimpleNamespace(
             dtype=DTYPES[model.dtype],
@@ -173,6 +174,7 @@ class Question:
             kv_cache_layout=None,
             num_gpu_blocks_override=None,
             prefix_cache_retention_interval=None,
+            swa_bounded_replay=True,
         )
         return SimpleNamespace(
             model_config=served,
@@ -192,6 +194,7 @@ class Question:
                 backend=None,
                 flash_attn_version=None,
                 minimax_m3_indexer_cp=False,
+                indexer_sparse_logits=False,
             ),
             compilation_config=SimpleNamespace(static_forward_context={}),
             additional_config={},

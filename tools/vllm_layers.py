@@ -11,6 +11,8 @@ from functools import cache
 from typing import Any
 
 import torch
+from tools.vllm_empty import UnsupportedError, empty, with_attributes
+from tools.vllm_v41 import V41Builder
 
 from kvatlas.models import Layer, Model
 from kvatlas.specs import (
@@ -37,10 +39,6 @@ _INDEX_SCALES = 128
 """Elements of an indexer key that share a scale of 4 bytes."""
 
 
-class UnsupportedError(ValueError):
-    """The model's own backend does not support the chip."""
-
-
 class LayerBuilder:
     """Builds the layers of one model at one tp on one chip."""
 
@@ -54,6 +52,8 @@ class LayerBuilder:
         """Return the layers by name, in the order in which vLLM registers them."""
         if any(isinstance(layer.spec, CompressorState) for layer in self.model.layers):
             self._resolve_v4()
+        if self.model.architecture.startswith("DeepseekV41"):
+            self.v41 = V41Builder(self.config, self.platform)
         registered = self.config.compilation_config.static_forward_context
         for layer in self.model.layers:
             made = self._layer(layer)
@@ -68,6 +68,8 @@ class LayerBuilder:
 
     def _layer(self, layer: Layer) -> Any:
         spec = layer.spec
+        if self.model.architecture.startswith("DeepseekV41"):
+            return self.v41.layer(layer)
         if isinstance(spec, Recurrent):
             return self._recurrent(spec)
         if layer.index in self.rings and not isinstance(spec, LatentAttention):
@@ -94,7 +96,7 @@ class LayerBuilder:
         else:
             made = _bare("attention", "Attention")
         backend = self._two_sizes(spec) if spec.v_dim else self._selected(spec)
-        return _with(made, **about, **self._cached(), attn_backend=backend)
+        return with_attributes(made, **about, **self._cached(), attn_backend=backend)
 
     def _cached(self) -> dict[str, Any]:
         """Return the attributes about the cache dtype."""
@@ -131,7 +133,7 @@ class LayerBuilder:
         about |= {"indexer": object() if leads else None, "sliding_window": None}
         about |= {"topk_buffer_width": None, "non_causal_multi_token_decode": False}
         backend = self._selected(spec, sparse=bool(self.indexed))
-        return _with(made, **about, **self._cached(), attn_backend=backend)
+        return with_attributes(made, **about, **self._cached(), attn_backend=backend)
 
     def _selected(self, spec: Any, *, sparse: bool = False) -> Any:
         from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -177,9 +179,9 @@ class LayerBuilder:
         backend, _ = select_main_backend_and_impl_cls(
             topk_blocks=SPARSE_BLOCKS, kv_cache_dtype=self.cache, num_kv_heads=heads
         )
-        made = _empty(MiniMaxM3SparseAttention)
+        made = empty(MiniMaxM3SparseAttention)
         about = {"num_kv_heads": heads, "head_dim": spec.head_dim, "attn_backend": backend}
-        return _with(made, **about, **self._cached())
+        return with_attributes(made, **about, **self._cached())
 
     def _with_ring(self, layer: Layer, ring: Ring) -> Any:
         """Return a ring, or a cache of a layer that has one."""
@@ -194,10 +196,10 @@ class LayerBuilder:
             importlib.import_module("vllm.models.qwen4_exp.nvidia.model")  # it and qsa are a cycle
             from vllm.models.qwen4_exp.nvidia import qsa
 
-            made = _empty(qsa.Qwen4ExpQSAAttention)
+            made = empty(qsa.Qwen4ExpQSAAttention)
             about: dict[str, Any] = {"num_kv_heads": self._heads(spec), "head_dim": spec.head_dim}
             backend = qsa.Qwen4ExpQSAFlashAttentionBackend
-            return _with(made, **about, **self._cached(), attn_backend=backend)
+            return with_attributes(made, **about, **self._cached(), attn_backend=backend)
         own: dict[str, Any] = {"dtype": torch.bfloat16, "cache_config": self.config.cache_config}
         own |= {"prefix": layer.name, "vllm_config": self.config, "compress_ratio": ring.group}
         if isinstance(spec, Ring):
@@ -237,7 +239,9 @@ class LayerBuilder:
             sizes: dict[str, Any] = {"head_size": spec.head_dim, "head_size_v": spec.head_dim}
             sizes |= {"num_kv_heads": self._heads(spec), "sliding_window": None}
             made = _bare("attention", "Attention")
-            return _with(made, **sizes, **self._cached(), attn_backend=Step5DSAAttentionBackend)
+            return with_attributes(
+                made, **sizes, **self._cached(), attn_backend=Step5DSAAttentionBackend
+            )
         if isinstance(spec, Indexer):
             return sparse_summary_cache.Step5SparseSummaryCacheLayer(**about, target_impl=None)
         main = layer.name.rpartition(".")[0]
@@ -254,7 +258,7 @@ class LayerBuilder:
         if not self.v4.backend_cls.supports_compute_capability(capability):
             raise UnsupportedError(f"{self.v4.backend_cls.get_name()} does not support this chip")
         self.v4_dtypes = attention._resolve_dsv4_kv_cache_dtype(
-            _empty(self.v4)._uses_fp8_ds_mla_layout(),
+            empty(self.v4)._uses_fp8_ds_mla_layout(),
             self.config.cache_config.cache_dtype,
             self.config.cache_config,
         )
@@ -263,7 +267,7 @@ class LayerBuilder:
         cached, dtype = self.v4_dtypes
         about = {"kv_cache_dtype": cached, "kv_cache_torch_dtype": dtype}
         about |= {"compress_ratio": spec.compress, "head_dim": spec.latent + spec.rope}
-        return _with(_empty(self.v4), **about)
+        return with_attributes(empty(self.v4), **about)
 
     def _window(self, name: str, spec: SlidingLatentAttention) -> Any:
         from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
@@ -312,7 +316,7 @@ class LayerBuilder:
             from vllm.model_executor.layers.mamba.abstract import MambaBase
 
             base = MambaBase
-        return _with(_empty(_with_states(base)), **about, states=self.states(spec))
+        return with_attributes(empty(_with_states(base)), **about, states=self.states(spec))
 
 
 def _requested(layer: Layer) -> str:
@@ -322,22 +326,10 @@ def _requested(layer: Layer) -> str:
     return "auto" if found.endswith("_ds_mla") else found
 
 
-def _with(made: Any, **about: Any) -> Any:
-    for name, value in about.items():
-        object.__setattr__(made, name, value)
-    return made
-
-
 def _bare(module: str, name: str) -> Any:
     """Return an attention layer of vLLM on which no constructor has run."""
     found = importlib.import_module(f"vllm.model_executor.layers.attention.{module}")
-    return _empty(getattr(found, name))
-
-
-def _empty(kind: Any) -> Any:
-    made = object.__new__(kind)
-    torch.nn.Module.__init__(made)
-    return made
+    return empty(getattr(found, name))
 
 
 @cache

@@ -207,4 +207,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_attention_groups": 2, "head_dim": 192, "sliding_window": 128, "max_seq_len": 4096,
         "sparse_config": {"proxy_dim": 256, "region_block_size": 8},
     },
+    "deepseek_v41": {
+        "architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41",
+        "dtype": "bfloat16",
+        "text_config": {
+            "model_type": "deepseek_v41_text", "num_hidden_layers": 8, "hidden_size": 5120,
+            "num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 512,
+            "qk_rope_head_dim": 64, "q_lora_rank": 1280, "o_groups": 8, "o_lora_rank": 1024,
+            "sliding_window": 128, "compress_ratios": [0, 2, 2, 2, 2, 1, 1, 1, 0],
+            "kv_source_layer_ids": [1, 3, 5], "index_source_layer_ids": [1, 3, 5, 7],
+            "index_n_heads": 32, "index_head_dim": 128, "index_topk": 512,
+            "num_nextn_predict_layers": 1, "engram_head_dim": 256, "engram_n_heads": 8,
+        },
+    },
 }  # fmt: skip

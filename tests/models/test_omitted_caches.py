@@ -1,4 +1,4 @@
-"""Caches that are left out of a plan: a warning in every output, or a refusal by name."""
+"""Caches that are left out of a plan are a warning in every output."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import pytest
 
 pytest.importorskip("typer")
 
-from kvatlas import AtlasError, Code
 from kvatlas.models import Model
-from kvatlas.models.not_decoders import WITHOUT_CONFIG
 from kvatlas.planning import fit, plan
 from tests.cli.helpers import shown
 
@@ -49,15 +47,3 @@ def test_a_cache_that_is_left_out_is_a_warning_in_every_output(name: str, tmp_pa
 def test_a_config_without_such_caches_has_no_such_warning() -> None:
     without = MLLAMA | {"cross_attention_layers": []}
     assert not any("not planned" in warning for warning in Model.load(without).warnings)
-
-
-@pytest.mark.parametrize("name", WITHOUT_CONFIG)
-def test_models_whose_config_nobody_defines_are_refused_by_name(name: str) -> None:
-    is_architecture = name.endswith("LM")
-    config = SIZES | {"model_type": "unknown" if is_architecture else name}
-    if is_architecture:
-        config["architectures"] = [name]
-    for whole in (config, {**config, "text_config": SIZES}):
-        with pytest.raises(AtlasError, match="Hopper and Blackwell") as refusal:
-            Model.load(whole)
-        assert refusal.value.code is Code.UNKNOWN_ARCHITECTURE

@@ -87,9 +87,15 @@ def test_quark_is_read(weight: dict[str, Any], each_element: float) -> None:
     assert weights.bytes == pytest.approx(ATTENTION * each_element + 2 * mlp + 2 * REST, rel=0.01)
     # A layer's own format comes before the global one; a list has one entry for each level.
     named = {"*.mlp.*": {"weight": [{"dtype": "fp8_e4m3", "qscheme": "per_tensor"}]}}
-    both = loaded(quant_method="quark", **settings, layer_quant_config=named)
+    both = loaded(quant_method="quark", **settings | {"exclude": []}, layer_quant_config=named)
     assert weights.bytes - both.bytes == pytest.approx(mlp, rel=0.01)
     assert not both.warnings
+    # vLLM quantises no excluded layer, even if the layer has its own format.
+    excluded = loaded(quant_method="quark", **settings, layer_quant_config=named)
+    assert excluded.bytes == weights.bytes
+    plain = {"*.mlp.*": {"weight": None}}
+    none = loaded(quant_method="quark", **settings | {"exclude": []}, layer_quant_config=plain)
+    assert none.bytes == weights.bytes
 
 
 def test_hqq_is_read() -> None:
@@ -253,6 +259,121 @@ def test_a_checkpoint_in_fp32_is_served_in_16_bits(tmp_path: Path) -> None:
     weights = Weights.load(tmp_path)
     assert weights.bytes == 2 * (LINEAR + REST)
     assert "stored in fp32" in weights.warnings[0]
+
+
+MLP = LINEAR - ATTENTION
+INT4 = 0.5 + 20 / 8 / 128  # a 16-bit scale and a 4-bit zero point for 128 elements
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128}
+
+
+@each(
+    [
+        # GPTQModel: modules with other bits, and modules that are skipped.
+        ({**GPTQ, "dynamic": {"-:.*mlp.*": {}}}, ATTENTION * INT4 + 2 * MLP, 2 * REST),
+        (
+            {**GPTQ, "dynamic": {r"+:.*self_attn.*": {"bits": 8}}},
+            MLP * INT4 + ATTENTION * (1 + 3 / 128),
+            2 * REST,
+        ),
+        ({**GPTQ, "lm_head": True}, LINEAR * INT4 + EMBEDDING * INT4, 2 * (REST - EMBEDDING)),
+        (
+            {**GPTQ, "modules_in_block_to_quantize": [["mlp.gate_proj", "mlp.up_proj"]]},
+            2 * ATTENTION + MLP / 3 * (2 * INT4 + 2),
+            2 * REST,
+        ),
+        # AutoRound: modules by name; 16 bits are not quantised.
+        (
+            {**ROUND, "extra_config": {f"model.layers.{n}.mlp": {"bits": 16} for n in (0, 1)}},
+            ATTENTION * INT4 + 2 * MLP,
+            2 * REST,
+        ),
+        ({**ROUND, "data_type": "mx_fp", "group_size": 32}, LINEAR * (0.5 + 1 / 32), 2 * REST),
+        # compressed-tensors: the ignore list comes before the targets of a group.
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "ignore": ["re:.*down_proj"],
+                "config_groups": {
+                    "a": {
+                        "targets": ["re:.*mlp.*"],
+                        "weights": {"num_bits": 8, "type": "int", "strategy": "tensor"},
+                    },
+                },
+            },
+            2 * ATTENTION + MLP / 3 * (2 + 2),
+            2 * REST,
+        ),
+        # Two lists of modules that stay in 16 bits.
+        (
+            {
+                "quant_method": "fp8",
+                "modules_to_not_convert": ["mlp"],
+                "ignored_layers": ["self_attn.q_proj"],
+            },
+            2 * MLP + ATTENTION,
+            2 * REST,
+        ),
+        # MLX, which also quantises the embedding: a 16-bit scale and a 16-bit bias per group.
+        ({"bits": 4, "group_size": 64}, (LINEAR + 2 * EMBEDDING) * (0.5 + 4 / 64), 0),
+        (
+            {"bits": 4, "group_size": 64, "model.layers.0.mlp": False, "model.layers.1.mlp": False},
+            (ATTENTION + 2 * EMBEDDING) * (0.5 + 4 / 64) + 2 * MLP,
+            0,
+        ),
+    ]
+)
+def test_modules_with_their_own_format_are_read(
+    section: dict[str, Any], matrices: float, rest: float
+) -> None:
+    weights = loaded(**section)
+    assert weights.bytes == pytest.approx(matrices + rest, rel=0.01)
+    assert (weights.estimate, weights.warnings) == (False, ())
+
+
+def test_mlx_describes_its_format_under_another_key() -> None:
+    section = {"bits": 4, "group_size": 64}
+    weights = Weights.load({**SMALL, "quantization": section})
+    assert weights.bytes == loaded(**section).bytes
+    assert weights.source == "config, mlx 4 bits, groups of 64"
+
+
+def test_torchao_leaves_modules_without_a_type_in_16_bits() -> None:
+    int4 = torchao("Int4WeightOnlyConfig", group_size=64)
+    modules = {"_default": int4, "model.layers.0.mlp": None, "model.layers.1.mlp": None}
+    kind = {"default": torchao("ModuleFqnToConfig", module_fqn_to_config=modules)}
+    weights = loaded(quant_method="torchao", quant_type=kind)
+    assert weights.bytes == pytest.approx(ATTENTION * (0.5 + 4 / 64) + 2 * (MLP + REST), rel=0.01)
+
+
+@each(
+    [
+        ({"quant_method": "mxfp4"}, "no matrix of the model is quantised"),
+        ({"quant_method": "bitsandbytes"}, "unknown quantisation"),
+        ({"quant_method": "fp8", "ignored_layers": ["mlp", "self_attn"]}, "no matrix"),
+        ({**ROUND, "block_name_to_quantize": "model.layers.0"}, "block_name_to_quantize"),
+        ({**GPTQ, "dynamic": {"+:(a+)+$": {"bits": 8}}}, "1 patterns of modules"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {
+                    "a": {"targets": ["LlamaMLP"], "weights": {"num_bits": 8, "type": "int"}}
+                },
+            },
+            "modules of class LlamaMLP",
+        ),
+    ]
+)
+def test_what_a_section_leaves_open_makes_an_estimate(section: dict[str, Any], words: str) -> None:
+    weights = loaded(**section)
+    assert weights.estimate
+    assert words in " ".join(weights.warnings)
+
+
+def test_a_section_under_an_unknown_key_makes_an_estimate() -> None:
+    weights = Weights.load({**SMALL, "quant_config": {"bits": 4}})
+    assert weights.estimate
+    assert "quant_config may describe a quantisation" in weights.warnings[0]
 
 
 FACTS = os.environ.get("KVATLAS_FACTS")

@@ -100,6 +100,21 @@ def test_parameters_are_those_that_were_published(name: str) -> None:
     assert Weights.load(name).parameters == PUBLISHED[name]
 
 
+V41 = Path(__file__).parents[1] / "planning" / "ring_configs" / "DeepSeek-V4.1-Flash.json"
+
+
+def test_parameters_of_deepseek_v41_are_those_that_were_published() -> None:
+    """552 billion, without the tables of n-grams, which are no weights of a layer."""
+    weights = Weights.load(V41)
+    assert weights.parameters == pytest.approx(552e9, rel=0.002)
+    assert weights.estimate
+    assert "tables of n-grams are not counted" in weights.warnings[0]
+    section = {"quant_method": "fp8", "weight_block_size": [32, 32], "expert_dtype": "fp4"}
+    fp4 = Weights.load({**json.loads(V41.read_text()), "quantization_config": section})
+    experts = fp4.classes["experts"]
+    assert experts.bytes == pytest.approx(experts.parameters * (0.5 + 1 / 32), rel=1e-6)
+
+
 @each(catalogue().values())
 def test_classes_add_up_to_the_whole(entry: CatalogueEntry) -> None:
     weights = Weights.load(entry)

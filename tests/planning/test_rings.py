@@ -43,7 +43,7 @@ def test_plans_are_those_of_vllm() -> None:
         if found != ("refused" if isinstance(expected, str) else expected):
             wrong.append(f"{name} tp {tp} {chip}: {found} instead of {expected}")
     assert not wrong, "\n".join(wrong)
-    assert len(cases) == 36
+    assert len(cases) == 48
 
 
 @pytest.mark.parametrize("name", ANSWERS)

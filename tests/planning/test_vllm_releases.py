@@ -30,7 +30,12 @@ ANSWERS: dict[str, Any] = json.loads((HERE / "vllm_answers.json").read_text())
 CONFIGS: dict[str, Any] = json.loads((HERE / "vllm_figures.json").read_text())["configs"]
 OF_CONFIGS: dict[str, Any] = json.loads((HERE / "vllm_answers_of_configs.json").read_text())
 FACTS = Path(os.environ.get("KVATLAS_FACTS", "no-such-folder")) / "configs"
-NAMES = {"FLASHINFER_SM100": "FLASHINFER", "COMPRESSOR": "CompressorBackend"}
+NAMES = {
+    "FLASHINFER_SM100": "FLASHINFER", "COMPRESSOR": "CompressorBackend",
+    "DEEPSEEK_SPARSE_SWA_DSV41": "DEEPSEEK_SPARSE_SWA",
+    "DEEPSEEK_SPARSE_SWA_DSV41_SM100": "DEEPSEEK_SPARSE_SWA",
+    "DEEPSEEK_V41_INDEXER_SM100": "DEEPSEEK_V41_INDEXER",
+}  # fmt: skip
 """Backends whose names in vLLM differ from those in kvatlas."""
 
 
@@ -171,6 +176,22 @@ def test_never_worse_than_each_release(release: str, chip: str) -> None:
             assert refusal.code in REFUSALS, refusal
             continue
         holds(plan(name, policy=f"atlas@{release}", **ask), vllm)
+
+
+@pytest.mark.skipif(not FACTS.is_dir(), reason="KVATLAS_FACTS names no folder with configs")
+@pytest.mark.parametrize("release", list(RELEASES))
+def test_never_worse_than_each_release_for_public_configs(release: str) -> None:
+    """Every config that vLLM was asked about, at every tp and on every chip."""
+    compared = 0
+    for name, by_tp in OF_CONFIGS[release].items():
+        model = Model.load(FACTS / f"{name}.json")
+        for tp, entries in by_tp.items():
+            for chip in (chip for chips, _ in entries for chip in chips.split()):
+                ask: dict[str, Any] = {"memory": "140GiB", "tp": int(tp), "chip": chip}
+                vllm = plan(model, policy=f"vllm@{release}", **ask)
+                holds(plan(model, policy=f"atlas@{release}", **ask), vllm)
+                compared += 1
+    assert compared >= 600
 
 
 def test_a_plan_without_a_chip_warns_if_the_chip_matters() -> None:

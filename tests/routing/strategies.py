@@ -115,6 +115,12 @@ def ring(draw: st.DrawFn) -> Caches:
     size |= {"dtype": draw(st.sampled_from(PLAIN)), "parts": draw(one_of(1, 2))}
     keys = Indexer(head_dim=32, cache=draw(one_of("bf16", "fp8", "e4m3")), compress=group)
     attends = FullAttention(heads=draw(one_of(1, 2, 4)), head_dim=draw(one_of(4, 8)))
+    if draw(one_of(False, False, True)):  # as in Step5: as many rows as fit in a page of attention
+        return {
+            "attn": attends,
+            "indexer": msgspec.structs.replace(keys, cache="e4m3"),
+            "ring": Ring(fills_page=True, **size | {"parts": 1}),
+        }
     return {
         "ring": Ring(positions=draw(one_of(0, 0, 3)), **size),
         "indexer": keys,
@@ -228,7 +234,9 @@ def packed(draw: st.DrawFn, model: Model) -> Model:
         tries: list[dict[str, Any]] = []
         if isinstance(spec, Attention):
             tries = [{"packing": packing, "scales": scales}, {"packing": packing}]
-        elif isinstance(spec, Ring):  # an engine that decodes several tokens at once
+        elif (
+            isinstance(spec, Ring) and not spec.fills_page
+        ):  # an engine that decodes several tokens at once
             tries = [{"rows": spec.group + more}]
         elif hasattr(spec, "align"):
             tries = [{"align": align or (None if isinstance(spec, LatentAttention) else 1)}]

@@ -64,6 +64,7 @@ TRAITS: dict[str, type[Spec]] = {
     "some layers": Indexer,
     "cut states": GatedDeltaNet,
     "unlike rings": Ring,
+    "unlike rings that fill a page": Ring,
     "rows around the end of a ring": Ring,
 }
 """What makes a transfer hard, and a kind of layer among whose examples it must be found."""
@@ -95,6 +96,9 @@ def traits(move: Move) -> list[str]:
         "some layers": move.layers is not None,
         "cut states": any(r.splits > 1 for p in both for r in p.regions),
         "unlike rings": bool(rings) and any(one.rows != two.rows for one, two in rings),
+        "unlike rings that fill a page": any(
+            one.fills_page and two.fills_page and one.rows != two.rows for one, two in rings
+        ),
         "rows around the end of a ring": any(
             last // ring.rows > first // ring.rows
             for ends in rings

@@ -88,7 +88,7 @@ def planned(config: Any, cache: str, **ask: Any) -> tuple[Model, Plan] | None:
     return model, made
 
 
-WITH_RINGS = ("qwen4", "glm5_next", "step5")
+WITH_RINGS = ("qwen4", "glm5_next", "step5", "deepseek_v41")
 
 
 @pytest.mark.parametrize(("name", "config"), list(configs()))

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvatlas import AtlasError
@@ -188,7 +189,10 @@ RINGS = {
     "qwen4": ("Qwen4-Exp", "model.layers.3.self_attn.indexer.raw_key_cache", 1),
     "glm5": ("GLM-5.3-Flash", "model.layers.3.self_attn.indexer.tail_cache", 2),
     "step5": ("Step5", "model.layers.1.self_attn.attn.csa_tail_ring", 1),
-}
+    "v41": (
+        "DeepSeek-V4.1-Flash", "language_model.model.layers.2.attn.compressor.state_cache", 1,
+    ),
+}  # fmt: skip
 
 
 def ring_engine(kind: str, rows: int, **about: Any) -> Plan:
@@ -203,32 +207,90 @@ def ring_engine(kind: str, rows: int, **about: Any) -> Plan:
     return describe_engine(config, of((spec, [layer])))
 
 
-@pytest.mark.parametrize(("kind", "group"), [("qwen4", 4), ("glm5", 16)])
-def test_a_ring_has_the_rows_of_the_engine(kind: str, group: int) -> None:
+V41_ROW: dict[str, Any] = {"head_size": 1024, "dtype": "torch.float32", "item": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "rows", "nbytes", "about"),
+    [("qwen4", 4, 4, 256, {}), ("glm5", 16, 16, 256, {}), ("v41", 2, 8, 4096, V41_ROW)],
+)
+def test_a_ring_has_the_rows_of_the_engine(
+    kind: str, group: int, rows: int, nbytes: int, about: dict[str, Any]
+) -> None:
     """An engine that decodes speculative tokens has a larger ring; rows move between both."""
-    layer, ends = RINGS[kind][1], [ring_engine(kind, rows) for rows in (group, 2 * group)]
+    layer, ends = RINGS[kind][1], [ring_engine(kind, n, **about) for n in (rows, 2 * rows)]
     rings = [made.spec(layer) for made in ends]
-    assert [ring.rows for ring in rings if isinstance(ring, Ring)] == [group, 2 * group]
+    assert [ring.rows for ring in rings if isinstance(ring, Ring)] == [rows, 2 * rows]
     assert [group.kind for group in ends[0].groups] == ["ring"]
     assert fingerprint(ends[0]) == fingerprint(ends[1])
     blocks: dict[str, Any] = {"source_blocks": [5], "destination_blocks": [9]}
-    way = route(*ends)
-    (copy,) = way.bind(source_rank=0, destination_rank=0, **blocks, tokens=5 * group + 3).copies
-    # Token 5 * group is the first row of the smaller ring, and in the middle of the larger one.
+    way, stop = route(*ends), 5 * rows + 3
+    (copy,) = way.bind(source_rank=0, destination_rank=0, **blocks, tokens=stop).copies
+    start = (stop - 1) // group * group  # the open group
     views = [[made.view(layer, field.name) for field in made.page(layer).fields] for made in ends]
     first = [
         sorted(int(view(**(dict.fromkeys(view.axes, 0) | {"B": block, "N": row}))) for view in own)
-        for own, block, row in zip(views, (5, 9), (0, group), strict=True)
+        for own, block, row in zip(views, (5, 9), (start % rows, start % (2 * rows)), strict=True)
     ]
     assert [sorted(copy.source.tolist()), sorted(copy.destination.tolist())] == first
-    assert set(copy.length.tolist()) == {3 * 256}
+    assert set(copy.length.tolist()) == {(stop - start) * nbytes}
+
+
+def ring_rows(memory: Any, block: int, block_bytes: int, rows: int) -> Any:
+    """The rows of a ring of Step5 as its kernels number them, by hand: 1 KiB each."""
+    page = memory[block * block_bytes : block * block_bytes + rows * 1024]
+    return page.reshape(rows, 1024)
+
+
+@pytest.mark.parametrize(("source", "destination"), [(96, 48), (48, 96), (12, 96), (12, 12)])
+@pytest.mark.parametrize("stop", [1, 7, 8, 9, 13, 100, 191, 192, 193, 1021])
+def test_the_rows_of_step5_arrive_whatever_page_they_fill(
+    source: int, destination: int, stop: int
+) -> None:
+    """By hand: token t is row t % rows. Every row of the open group arrives, and nothing else."""
+    ends = [ring_engine("step5", 16, head_size=rows * 32) for rows in (source, destination)]
+    rng = np.random.default_rng(stop)
+    memories = [rng.integers(0, 256, 16 * rows * 1024, np.uint8) for rows in (source, destination)]
+    before = memories[1].copy()
+    blocks: dict[str, Any] = {"source_blocks": [5], "destination_blocks": [9]}
+    bound = route(*ends).bind(source_rank=0, destination_rank=0, **blocks, tokens=stop)
+    for copy in bound.copies:
+        for start, to, length in zip(copy.source, copy.destination, copy.length, strict=True):
+            memories[1][to : to + length] = memories[0][start : start + length]
+    group = range((stop - 1) // 8 * 8, stop)
+    theirs = ring_rows(memories[0], 5, source * 1024, source)
+    expected = before.copy()
+    for token in group:
+        into = ring_rows(expected, 9, destination * 1024, destination)
+        into[token % destination] = theirs[token % source]
+    assert np.array_equal(memories[1], expected)
+
+
+def test_a_ring_of_step5_in_pieces_is_refused() -> None:
+    """Rows are contiguous in no order where a token of another layer follows each token."""
+    spec = CircularBufferSpec(block_size=16, head_size=3072, num_kv_heads=1)
+    config = of((spec, ["model.layers.1.self_attn.attn.csa_tail_ring"]))
+    tensors, groups = config.kv_cache_tensors, config.groups
+    apart = SimpleNamespace(
+        transfer_groups=groups, kv_cache_tensors=tensors, num_blocks=16, kv_cache_layout="BHNLC"
+    )
+    file = Path(__file__).parents[1] / "planning" / "ring_configs" / "Step5.json"
+    about = vllm_config()
+    about.model_config.dtype = "torch.bfloat16"
+    about.model_config.hf_config = json.loads(file.read_text())
+    tensors[0].layer_stride = 2 * spec.state_content_size_bytes
+    with pytest.raises(AtlasError) as refusal:
+        describe_engine(about, apart)
+    assert refusal.value.code is Code.ENGINE_REFUSES
 
 
 def test_a_ring_of_other_sizes_is_refused() -> None:
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("qwen4", {"head_size_v": 128}),
         ("qwen4", {"num_kv_heads": 3}),
-        ("step5", {"head_size": 3072}),
+        ("step5", {"head_size": 3000}),  # pages that are no whole number of rows
+        ("step5", {"head_size": 128}),  # four rows
+        ("step5", {"head_size": 3072, "num_kv_heads": 2}),
     ]
     for kind, sizes in wrong:
         with pytest.raises(AtlasError) as refusal:

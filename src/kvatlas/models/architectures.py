@@ -128,6 +128,10 @@ _FAMILIES: tuple[Family, ...] = (
         "hy_v4 AXK2ForCausalLM axk2",
     ),
     Family(latent.compressed, "DeepseekV4ForCausalLM deepseek_v4"),
+    Family(
+        ring_readers.shared_compression,
+        "DeepseekV41ForCausalLM deepseek_v41 deepseek_v41_text",
+    ),
     Family(hybrids.delta_net, "Qwen3NextForCausalLM qwen3_next"),
     Family(hybrids.olmo_delta_net, "OlmoHybridForCausalLM olmo_hybrid"),
     Family(ring_readers.qwen4, "Qwen4ExpForCausalLM qwen4_exp_text"),
@@ -182,6 +186,7 @@ FAMILIES: dict[str, Family] = {
 """Families by architecture and by model type."""
 
 PREFIXES = {
+    "DeepseekV41ForCausalLM": "language_model.",
     "Qwen2VLForConditionalGeneration": "language_model.",
     "Qwen2_5_VLForConditionalGeneration": "language_model.",
     "MiniCPMV": "llm.",

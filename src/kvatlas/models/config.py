@@ -251,15 +251,21 @@ class Config:
 
     def key_heads(self) -> int:
         """Return the number of KV heads; defaults to the number of query heads."""
-        own = self.maybe(*KEY_HEADS)
-        self.settled(*KEY_HEADS)
-        return own or self.query_heads()
+        return self._first_of(KEY_HEADS) or self.query_heads()
 
     def head_dim(self) -> int:
         """Return the head size; defaults to hidden size / query heads."""
-        own = self.maybe(*HEAD_DIM)
-        self.settled(*HEAD_DIM)
+        own = self._first_of(HEAD_DIM)
         return own or self.quotient(self.hidden(), self.query_heads(), "head_dim")
+
+    def _first_of(self, synonyms: tuple[str, ...]) -> int | None:
+        """Return the value of the first synonym that is present.
+
+        Synonyms with the same value are `settled`; one with another value stays unread.
+        """
+        own = self.maybe(*synonyms)
+        self.settled(*(name for name in synonyms if self._values.get(name) == own))
+        return own
 
     @staticmethod
     def quotient(width: int, parts: int, name: str) -> int:

@@ -196,7 +196,7 @@ def gpt_neo(decoder: Decoder) -> Iterator[Layer]:
     config = decoder.config
     heads = config.count("num_heads", "num_attention_heads")
     head_dim = config.quotient(config.hidden(), heads, "num_heads")
-    config.settled("window_size")
+    config.settled("window_size", "attention_layers")
     return decoder.every_layer(decoder.attention(heads=heads, head_dim=head_dim))
 
 

@@ -32,6 +32,8 @@ _WINDOW_KEYS = (
     "sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern",
     "_sliding_window_pattern", "layer_types", "prefix_dense_sliding_window_pattern",
 )  # fmt: skip
+# transformers computes `layer_types` from these keys.
+_INTERVAL_KEYS = ("global_attn_every_n_layers", "local_attention")
 
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
@@ -48,6 +50,7 @@ def attention_kinds(config: Config, *, every: int | None = None) -> list[Kind]:
     depth = config.depth()
     config.settled(*_WINDOW_KEYS)
     if config.has("layer_types"):
+        config.settled(*_INTERVAL_KEYS)
         words = config.per_layer("layer_types", depth, extra=config.predictors())
         return [_kind(word) for word in words]
     window = config.size("sliding_window")

@@ -144,7 +144,7 @@ def zamba(decoder: Decoder) -> Iterator[Layer]:
     blocks = config.count("num_mem_blocks", default=1)
     # Attention reads the hidden row concatenated with the embedding, hence the factor of 2.
     own = config.maybe("attention_head_dim")
-    config.settled("kv_channels")
+    config.settled("kv_channels", "num_query_groups")
     head_dim = own or 2 * config.hidden() // config.query_heads()
     attention = decoder.attention(head_dim=head_dim)
     for block in range(min(blocks, len(places))):

@@ -21,14 +21,14 @@ from kvatlas.geometry import DType
 from kvatlas.models.architectures import PREFIXES, find_family, plain_family
 from kvatlas.models.cache_dtypes import cached, check_cache, checkpoint_cache
 from kvatlas.models.class_defaults import default_warnings, missing_defaults, other_key_heads
-from kvatlas.models.config import QUERY_HEADS, Config, bad
+from kvatlas.models.config import KEY_HEADS, QUERY_HEADS, Config, bad
 from kvatlas.models.decoder import Decoder, Engine, StateDtypes
 from kvatlas.models.layer import Layer
 from kvatlas.models.not_decoders import refuse_by_name
 from kvatlas.models.omitted_caches import omission_warnings
 from kvatlas.models.per_layer_config import apply_per_layer
 from kvatlas.models.sources import Source, find_config
-from kvatlas.models.unread_keys import unread_warnings
+from kvatlas.models.unread_keys import outer_warnings, unread_warnings
 from kvatlas.models.verification import verify
 from kvatlas.specs import Indexer
 
@@ -185,6 +185,9 @@ def read_model(source: Source, states: StateDtypes = _BY_ENGINE, dtype: str | No
     if model_type is None and (note := other_key_heads(text, architecture)):
         warnings.append(note)
     warnings += unread_warnings(text)
+    warnings += outer_warnings(root, text) if nested else []
+    if note := _unlike_heads(text, heads):
+        warnings.append(note)
     warnings += omission_warnings(text, family.reader)
     return Model(
         name=source.name or root.text("_name_or_path") or architecture,
@@ -202,6 +205,15 @@ def read_model(source: Source, states: StateDtypes = _BY_ENGINE, dtype: str | No
         confidence=source.confidence,
         warnings=tuple(warnings),
     )
+
+
+def _unlike_heads(text: Config, heads: int) -> str | None:
+    """Return a warning if the KV heads that a reader has used do not divide the query heads."""
+    used = next((name for name in KEY_HEADS if text.was_read(name) and text.has(name)), None)
+    own = text.maybe(used) if used else None
+    if used is None or own is None or not heads or heads % own == 0:
+        return None
+    return f"{used} ({own}) does not divide the number of query heads ({heads})"
 
 
 def _longest(text: Config) -> int | None:

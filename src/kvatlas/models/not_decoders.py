@@ -29,13 +29,6 @@ REFUSED = {
 }
 """Model types of transformers' causal language models that cannot be planned, with the reason."""
 
-_V41 = (
-    "its records differ between Hopper and Blackwell, and neither transformers nor vLLM defines "
-    "the fields of its config"
-)
-WITHOUT_CONFIG = {"deepseek_v41": _V41, "DeepseekV41ForCausalLM": _V41}
-"""Model types and architectures whose configs have no public definition, with the reason."""
-
 
 def refuse_by_name(*names: str | None) -> None:
     """Raise an error if one of the names belongs to a model whose caches cannot be planned.
@@ -47,14 +40,13 @@ def refuse_by_name(*names: str | None) -> None:
     kvatlas.errors.AtlasError: This model's caches cannot be planned. Got 'xlm': it has no cache. \
 Plan another model, or compute the bytes of its states by hand. [unknown_architecture]
     """
-    reasons = REFUSED | WITHOUT_CONFIG
     for name in names:
-        if name not in reasons:
+        if name not in REFUSED:
             continue
         raise AtlasError(
             Code.UNKNOWN_ARCHITECTURE,
             "This model's caches cannot be planned",
-            got=f"{name!r}: {reasons[name]}",
+            got=f"{name!r}: {REFUSED[name]}",
             hint="Plan another model, or compute the bytes of its states by hand",
         )
 

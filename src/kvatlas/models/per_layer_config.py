@@ -34,15 +34,16 @@ def apply_per_layer(layers: Iterable[Layer], config: Config) -> Iterator[Layer]:
         yield from layers
         return
     section = given.with_text_keys()
-    overrides = {_layer_number(key): section.section(key) for key in section.all_keys()}
+    depth = config.depth()
+    overrides = {_layer_number(key, depth): section.section(key) for key in section.all_keys()}
     for layer in layers:
         own = overrides.get(layer.index)
         yield layer if own is None else replace(layer, spec=_changed(layer, own))
 
 
-def _layer_number(key: str) -> int:
-    if not key.isdecimal():
-        hint = "Write layer numbers, such as 5, as the keys of per_layer_config"
+def _layer_number(key: str, depth: int) -> int:
+    if not key.isdecimal() or int(key) >= depth:
+        hint = f"Write layer numbers, from 0 to {depth - 1}, as the keys of per_layer_config"
         raise bad("per_layer_config must be keyed by layer numbers", repr(key), hint)
     return int(key)
 

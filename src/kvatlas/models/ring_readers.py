@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 from kvatlas.models.config import Config, bad
 from kvatlas.models.decoder import Decoder
@@ -15,7 +16,7 @@ from kvatlas.models.hybrids import gated_delta_net
 from kvatlas.models.latent import latent_attention
 from kvatlas.models.layer import Layer
 from kvatlas.models.layer_patterns import attention_kinds, block_kinds, hybrid_layers
-from kvatlas.specs import Indexer, KimiDelta, Ring
+from kvatlas.specs import Indexer, KimiDelta, LatentAttention, Ring, SlidingLatentAttention
 
 _INDEXED = ("indexed_attention", "qwen_sparse_attention")
 """transformers' layer types of attention with an indexer; the second until release 5.17."""
@@ -97,6 +98,51 @@ def glm5_next(decoder: Decoder) -> Iterator[Layer]:
             yield decoder.layer(layer.index, keys, "self_attn.indexer.k_cache")
             yield decoder.layer(layer.index, ring, "self_attn.indexer.tail_cache")
         yield layer
+
+
+_V41_RING = 8
+"""Rows of DeepSeek-V4.1's ring, if the engine decodes at most six speculative tokens."""
+_V4_PAGE = 576
+"""Pages of DeepSeek-V4's records are multiples of this many bytes."""
+
+
+def shared_compression(decoder: Decoder) -> Iterator[Layer]:
+    """Yield the caches of DeepSeek-V4.1: a window in every layer, compressed rows in a few.
+
+    The layers in `kv_source_layer_ids` store one row for one or two tokens; the layers that follow
+    read these rows. A source that compresses keeps the open group in a ring. The records are those
+    that vLLM uses on Hopper; planning replaces them by those of another chip.
+    """
+    config, depth = decoder.config, decoder.depth
+    config.settled("num_key_value_heads", "engram_head_dim", "engram_n_heads", "index_topk")
+    rope = config.count("qk_rope_head_dim")
+    cache = "fp8_ds_mla" if decoder.cache in ("auto", "fp8", "fp8_e4m3") else decoder.cache
+    rows: dict[str, Any] = {"latent": config.head_dim() - rope, "rope": rope, "version": "v4"}
+    rows |= {"cache": cache, "align": _V4_PAGE if cache == "fp8_ds_mla" else 512}
+    window = SlidingLatentAttention(**rows, window=config.count("sliding_window"))
+    ratios = config.per_layer("compress_ratios", depth, extra=config.predictors())
+    sources = config.indices("kv_source_layer_ids", depth)
+    indexed = config.indices("index_source_layer_ids", depth)
+    for index, ratio in enumerate(ratios):
+        if type(ratio) is not int or ratio not in (0, 1, 2):
+            hint = "Correct the entry in the config"
+            problem = "Every entry of compress_ratios must be 0, 1 or 2"
+            raise bad(problem, f"{ratio!r} for layer {index}", hint)
+        if ratio and not any(source <= index for source in sources):
+            problem = "A layer with compressed rows needs a layer that stores them"
+            got = f"layer {index} with kv_source_layer_ids={sorted(sources)}"
+            raise bad(problem, got, "Add the layer to kv_source_layer_ids")
+        if index in sources and ratio:
+            yield decoder.layer(index, LatentAttention(**rows, compress=ratio), "attn")
+            if index in indexed:
+                size = config.count("index_head_dim")
+                keys = Indexer(head_dim=size, compress=ratio, align=rows["align"])
+                yield decoder.layer(index, keys, "attn.indexer.k_cache")
+        yield decoder.layer(index, window, "attn.swa_cache")
+        if index in sources and ratio > 1:
+            width = 2 * config.head_dim()  # a row and the scores that weigh it
+            ring = Ring(group=ratio, rows=_V41_RING, width=width, dtype="fp32")
+            yield decoder.layer(index, ring, "attn.compressor.state_cache")
 
 
 def step5(decoder: Decoder) -> Iterator[Layer]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from itertools import permutations
 from math import lcm
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -32,6 +32,8 @@ from kvatlas.specs import (
 )
 
 Family = Literal["dense", "latent", "sparse", "indexer", "other"]
+Record = tuple[str, str]
+"""The cache dtype and the version of latent rows, such as `("fp8_ds_mla", "v4.1")`."""
 
 ANY_ORDER = ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC")
 """Layouts that a backend supports if it declares none, in vLLM's order of preference."""
@@ -70,6 +72,14 @@ class Backend(msgspec.Struct, frozen=True):
     """The packing of K and V in a page; None for the default of the cache dtype."""
     stride_tokens: int | None = None
     """Block strides must be a multiple of this many tokens, although blocks are not split."""
+    stride_bytes: int | None = None
+    """Block strides must be a multiple of this many bytes."""
+    record: Record | None = None
+    """The format in which the kernels store latent rows, if it depends on the chip."""
+    align: int | None = None
+    """Pages of the layer are padded to a multiple of this many bytes; None for the spec's."""
+    window_block: int | None = None
+    """Tokens per block of a sliding window; None for the default of its kind."""
     strided: bool = False
     """Whether kernels take any block stride, although the backend declares only layouts in which
     the blocks of a layer are adjacent."""
@@ -106,6 +116,7 @@ class Backend(msgspec.Struct, frozen=True):
 
 _FP8 = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 _TOKEN_HEAD = ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")
+_RECORDS = ("fp8_ds_mla",)
 _TURBO = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
 
 BACKENDS: dict[str, Backend] = {
@@ -152,6 +163,30 @@ BACKENDS: dict[str, Backend] = {
         ),
         Backend("DEEPSEEK_SPARSE_SWA", "other", (32,)),
         Backend("COMPRESSOR", "other", (1,)),
+        Backend("FLASHMLA_SPARSE_DSV41", "other", (64,), multiples=False, caches=_RECORDS),
+        Backend("FLASHINFER_MLA_SPARSE_DSV41", "other", (128,), multiples=False, caches=_RECORDS),
+        Backend(
+            "FLASHMLA_MEGA_ATTN_DSV41", "other", (128,), multiples=False, caches=_RECORDS,
+            align=512, record=("nvfp4_ds_mla", "v4.1"),
+        ),
+        Backend(
+            "DEEPSEEK_SPARSE_SWA_DSV41", "other", (32,), caches=_RECORDS, window_block=32
+        ),
+        Backend(  # kernels read both kinds of records as rows of the whole cache
+            "DEEPSEEK_SPARSE_SWA_DSV41_SM100", "other", (32,), caches=_RECORDS, window_block=32,
+            align=512, record=("fp8_ds_mla", "v4.1"), stride_bytes=lcm(528, 288),
+        ),
+        Backend(
+            "DEEPSEEK_V41_INDEXER", "other", (64,), multiples=False, layouts=("BLHNC", "BLNHC")
+        ),
+        Backend(
+            "DEEPSEEK_V41_INDEXER_SM100", "other", (128,), multiples=False, align=512,
+            layouts=("BLHNC", "BLNHC"),
+        ),
+        Backend(
+            "DEEPSEEK_V41_INDEXER_SM120", "other", (128,), multiples=False,
+            layouts=("BLHNC", "BLNHC"),
+        ),
         Backend("QWEN4_EXP_QSA_TRITON", "other", (16,), caches=("auto", "fp8", "fp8_e4m3")),
         Backend("QWEN4_EXP_EXP_QSA_STATE", "other", (1,), layouts=("BLNHC", "BLHNC")),
         Backend("KPOOL_TAIL", "other", (1,), layouts=("BLHNC",)),
@@ -206,6 +241,10 @@ def backends_of(
         backend = BACKENDS.get(selected[alike])
         if named and backend and named.family == backend.family:
             backend = named
+        if backend and backend.record and model.cache == "fp8_ds_mla":
+            # The caller has chosen the record of all latent rows; a row has 528 bytes then.
+            record, stride = (model.cache, backend.record[1]), backend.stride_bytes and 528
+            backend = msgspec.structs.replace(backend, record=record, stride_bytes=stride)
         if backend and not rules.whole_kernel_blocks:
             rows = backend.whole_rows and backend.name not in rules.any_stride
             backend = msgspec.structs.replace(
@@ -237,9 +276,10 @@ def backends_of(
 
 
 def packed_for(model: Model, backends: dict[str, Backend | None]) -> Model:
-    """Return the model with `packing` set in each spec as the layer's backend requires.
+    """Return the model with the packing and record in each spec that its backend requires.
 
-    The packing is the arrangement of K and V in a page. A `packing` that is already set is kept.
+    The packing is the arrangement of K and V in a page. A `packing` that is already set is kept,
+    and so are latent rows that are not cached in a record.
 
     >>> model = Model.load("Llama-3.1-8B")
     >>> packed_for(model, backends_of(model, "CPU_ATTN")).layers[0].spec.packing
@@ -250,8 +290,18 @@ def packed_for(model: Model, backends: dict[str, Backend | None]) -> Model:
         backend, spec = backends[layer.name], layer.spec
         if backend and backend.packing and isinstance(spec, Attention) and spec.packing is None:
             spec = msgspec.structs.replace(spec, packing=backend.packing)
+        if backend and backend.align and _in_records(spec):
+            about: dict[str, Any] = {"align": backend.align}
+            if backend.record:
+                about |= {"cache": backend.record[0], "version": backend.record[1]}
+            spec = msgspec.structs.replace(spec, **about)
         layers.append(msgspec.structs.replace(layer, spec=spec))
     return msgspec.structs.replace(model, layers=tuple(layers))
+
+
+def _in_records(spec: Spec) -> bool:
+    """Return whether the pages of a cache depend on the records of its model's latent rows."""
+    return isinstance(spec, Indexer) or getattr(spec, "cache", "") == "fp8_ds_mla"
 
 
 def _sparse_layers(model: Model) -> set[int]:
@@ -280,6 +330,8 @@ def _ring_backend(spec: Spec, ring: Ring) -> str:
     names = ("QWEN4_EXP_EXP_QSA_STATE", "QWEN4_EXP_EXP_QSA_STATE", "QWEN4_EXP_QSA_TRITON")
     if ring.fills_page:
         names = ("STEP5_CSA_TAIL_RING", "STEP5_CSA_SUMMARY", "STEP5_DSA")
+    elif ring.dtype == "fp32":  # of DeepSeek-V4.1
+        names = ("COMPRESSOR", "DEEPSEEK_V4_INDEXER", "")
     elif ring.parts > 1:
         names = ("KPOOL_TAIL", "DEEPSEEK_V32_INDEXER", "")
     return next((n for kind, n in zip(kinds, names, strict=True) if isinstance(spec, kind)), "")

@@ -184,6 +184,8 @@ class SizedLayer:
         """
         if self.backend is None:
             return None
+        if self.backend.stride_bytes:
+            return ("rows", self.backend.stride_bytes)
         if self.backend.stride_tokens:
             return ("kernel blocks", self.backend.stride_tokens)
         if isinstance(self.spec, Ring) and self.backend.whole_rows:
@@ -239,7 +241,7 @@ def own_block(spec: Spec, backend: Backend | None, block: int) -> int:
     that its kernel reads without splitting.
     """
     if isinstance(spec, SlidingLatentAttention):
-        return _WINDOW_BLOCK
+        return (backend and backend.window_block) or _WINDOW_BLOCK
     if isinstance(spec, CompressorState):
         return 4 if spec.window <= 8 else 8
     if isinstance(spec, Ring) and not spec.fills_page:

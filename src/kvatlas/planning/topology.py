@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import natural, positive
 from kvatlas.models import Model
-from kvatlas.specs import Attention, Mamba2
+from kvatlas.specs import Attention, LatentAttention, Mamba2
 
 MOST_RANKS = 1024
 """Limit on the ranks of a plan, well above what engines use for one model."""
@@ -63,6 +63,7 @@ def check_topology(model: Model, tp: int, pp: int, dcp: int) -> None:
             f"pp {pp} and {model.depth} layers",
             f"Use a pp of at most {model.depth}",
         )
+    _check_shared_rows(model, pp)
     if tp % dcp:
         raise _refused(
             "dcp must divide tp", f"dcp {dcp} and tp {tp}", f"Use a dcp that divides {tp}"
@@ -73,6 +74,26 @@ def check_topology(model: Model, tp: int, pp: int, dcp: int) -> None:
             f"dcp {dcp} and {max(1, tp // kv)} such rank(s): tp {tp} for {kv} KV heads",
             f"Use a tp of at least {dcp * kv}, or a smaller dcp",
         )
+
+
+def _check_shared_rows(model: Model, pp: int) -> None:
+    """Raise an error if a stage of DeepSeek-V4.1 would lack the compressed rows that it reads.
+
+    Layers read the rows of the last layer before them that stores some.
+    """
+    if pp == 1 or not model.architecture.startswith("DeepseekV41"):
+        return
+    sources = {layer.index for layer in model.layers if type(layer.spec) is LatentAttention}
+    shares = stage_layers(model.depth, pp)
+    starts = [sum(shares[:stage]) for stage in range(1, pp)]
+    for start in starts:
+        if start > min(sources, default=0) and start not in sources:
+            raise _refused(
+                "A pipeline stage must start with a layer that stores compressed rows",
+                f"pp {pp}, with a stage that starts at layer {start}; layers "
+                f"{', '.join(map(str, sorted(sources)))} store them",
+                "Use a smaller pp",
+            )
 
 
 def check_vllm_topology(model: Model, tp: int, dcp: int) -> None:

@@ -24,7 +24,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Layout, Placement
 from kvatlas.models import Layer, Model
 from kvatlas.planning import Plan, foreign
-from kvatlas.specs import AnySpec, Visibility
+from kvatlas.specs import AnySpec, Ring, Visibility
 from kvatlas.specs.scale_location import in_layout
 
 _STATE_MODES = ("none", "align")
@@ -46,8 +46,16 @@ class DescribedLayer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def placement(self) -> Placement:
-        """The layer's axes in the allocation: kernel blocks, heads, tokens and bytes per head."""
-        return Placement(("B", "H", "N", "C"), self.sizes, self.strides, self.offset)
+        """The layer's axes in the allocation: kernel blocks, heads, tokens and bytes per head.
+
+        In a ring that fills a page, the rows of the ring take the place of tokens.
+        """
+        sizes, strides, spec = self.sizes, self.strides, self.layer.spec
+        if isinstance(spec, Ring) and spec.fills_page:
+            row = spec.row_bytes
+            sizes = (sizes[0], 1, spec.rows, row)
+            strides = (strides[0], spec.rows * row, row, strides[3])
+        return Placement(("B", "H", "N", "C"), sizes, strides, self.offset)
 
 
 class DescribedStage(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,13 +118,19 @@ def describe_stage(
         if name not in placed:
             raise refused(name, "no tensor", "Upgrade kvatlas", _NO_TENSOR)
         sizes, strides, offset = placed[name]
+        own, block = kept[name], spec.block_size
+        if isinstance(own, Ring) and own.fills_page:
+            block = own.rows
+            if strides[2] != sizes[3]:
+                got = f"a ring whose page is not contiguous in {layout}"
+                raise refused(name, got, "Serve the model without this connector")
         layers.append(
             DescribedLayer(
-                layer=Layer(name=name, index=_index(name), spec=kept[name]),
+                layer=Layer(name=name, index=_index(name), spec=own),
                 sizes=sizes,
                 strides=strides,
                 offset=offset,
-                block=spec.block_size,
+                block=block,
                 group=index,
                 full=keeps_all_tokens(spec),
             )

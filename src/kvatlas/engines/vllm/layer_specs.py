@@ -271,9 +271,7 @@ def _ring(name: str, spec: Any, model: ServedModel) -> Ring:
         got = f"a ring from vLLM, and {type(known).__name__} from the config,"
         raise refused(name, got, "Upgrade kvatlas")
     if known.fills_page:
-        # vLLM's tensor has a state for each token of a block, but the kernels write other rows.
-        got = "a ring whose rows differ from the states of its tensor"
-        raise refused(name, got, "Serve the model without this connector")
+        return _whole_page(name, spec, known)
     own = msgspec.structs.replace(known, rows=max(spec.block_size, known.group))
     page = own.page(1, tp=model.tp)
     ours = (page.heads, page.states, page.content)
@@ -282,6 +280,19 @@ def _ring(name: str, spec: Any, model: ServedModel) -> Ring:
         got = f"H, N and C {theirs}, expected {ours} from the config,"
         raise refused(name, got, "Upgrade kvatlas")
     return own
+
+
+def _whole_page(name: str, spec: Any, known: Ring) -> Ring:
+    """Return a ring whose rows fill a page, as in Step5.
+
+    vLLM's tensor has a state for each token of a block, but the kernels divide the page into rows.
+    """
+    nbytes = spec.num_states * spec.state_content_size_bytes
+    rows, rest = divmod(nbytes, known.row_bytes)
+    if rest or rows < known.group or spec.num_heads != 1:
+        got = f"a ring of {spec.num_heads} head(s) in pages of {nbytes} bytes, with rows of "
+        raise refused(name, f"{got}{known.row_bytes} bytes", "Upgrade kvatlas")
+    return msgspec.structs.replace(known, rows=rows)
 
 
 def _recurrent(name: str, spec: Any, model: ServedModel) -> AnySpec:

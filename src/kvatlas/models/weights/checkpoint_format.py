@@ -8,6 +8,7 @@ passed a dtype.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from kvatlas.geometry import DType
@@ -21,7 +22,8 @@ from kvatlas.models.weights.formats import (
     named_format,
     plain,
 )
-from kvatlas.models.weights.quantisation import Quantisation, quantisation
+from kvatlas.models.weights.quantisation import quantisation
+from kvatlas.models.weights.scheme import Quantisation
 from kvatlas.models.weights.tensor import Tensor
 
 Origin = Literal["config", "weights_dtype", "assumed", "estimate"]
@@ -50,6 +52,12 @@ class CheckpointFormat(NamedTuple):
     def format_of(self, name: str, tensor: Tensor) -> Format:
         """Return the format of a tensor with the full name `name`."""
         return (self.scheme and self.scheme.format_of(name, tensor)) or self.element
+
+    def without_effect(self, parts: Iterable[Sequence[tuple[Tensor, Format]]]) -> bool:
+        """Return whether there is a scheme that quantises no tensor of `parts`."""
+        if self.scheme is None:
+            return False
+        return all(format_ is self.element for part in parts for _, format_ in part)
 
 
 def checkpoint_format(

@@ -263,11 +263,16 @@ def _read(source: Source, dtype: str | None) -> Weights:
         _stored(tensors, formats, f"layers.{index}")
         for index, tensors in enumerate(layers_of(text))
     ]
+    stored_first = _stored(first, formats)
+    stored_last = _stored([*after_layers(text), *([] if tied_head else head)], formats)
+    if formats.without_effect((stored_first, *layers, stored_last)):
+        doubtful = True
+        warnings.append(f"no matrix of the model is quantised as {formats.label}: assuming 16 bits")
     made = Weights(
         name=model.name,
-        first=_stored(first, formats),
+        first=stored_first,
         layers=tuple(layers),
-        last=_stored([*after_layers(text), *([] if tied_head else head)], formats),
+        last=stored_last,
         predictors=_predictors(text, layers, formats),
         tied=tied_head,
         label=formats.label,
@@ -293,6 +298,11 @@ def _doubt(model_type: str, config: Config) -> list[str]:
     """Return a list with a warning if parameter counts of this model type were never verified."""
     if model_type not in FAMILIES:
         return [f"unknown family {model_type or '(none)'}: counted like Llama"]
+    if config.get("engram_layer_ids"):
+        return [
+            "this count was not checked against another implementation, and the tables of n-grams "
+            "are not counted: vLLM keeps them in host memory"
+        ]
     # Kimi-K3, and Qwen4 with embeddings of n-grams
     if model_type in UNVERIFIED or config.has("attn_res_block_size") or config.get("ple_layer_ids"):
         return ["this count was not checked against another implementation"]

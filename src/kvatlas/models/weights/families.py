@@ -11,6 +11,7 @@ from kvatlas.models.weights import rare_mixers as mixed
 from kvatlas.models.weights.decoders import Layers, Traits, stacked
 from kvatlas.models.weights.family_layers import (
     deepseek_v4,
+    deepseek_v41,
     falcon,
     gemma4,
     llama4,
@@ -81,6 +82,7 @@ _FAMILIES: tuple[tuple[str, Layers, Traits], ...] = (
         _DEEPSEEK,
     ),
     ("deepseek_v4", deepseek_v4, _DEEPSEEK),
+    ("deepseek_v41 deepseek_v41_text", deepseek_v41, _DEEPSEEK),
     ("minimax minimax_text_01 minimax_m1", stacked, Traits()),
     ("lfm2 lfm2_moe", stacked, Traits(qk_norm="head", tied=True, feed_forward="feed_forward")),
     ("nemotron_h", one_or_the_other,
@@ -185,5 +187,10 @@ FAMILIES: dict[str, tuple[Layers, Traits]] = {
 }
 """For each model type, the function that lists its layers' tensors, and its traits."""
 
-UNVERIFIED = frozenset(("rwkv7", "mimo", "nemotron-nas", "deci", "mimo_v2", "longcat_flash"))
+UNVERIFIED = frozenset(
+    (
+        "rwkv7", "mimo", "nemotron-nas", "deci", "mimo_v2", "longcat_flash", "deepseek_v41",
+        "deepseek_v41_text",
+    )
+)  # fmt: skip
 """Model types whose counts were not checked against another implementation."""

@@ -102,20 +102,39 @@ def _gemma4_inputs(config: Config, hidden: int) -> list[Tensor]:
 def deepseek_v4(text: Text) -> Iterator[list[Tensor]]:
     """Yield the tensors of each DeepSeek-V4 layer: attention, experts and hyper-connections."""
     config = text.config
-    ways = config.count("hc_mult", default=4)
-    mixing = ways * (2 + ways)
     for index in range(text.depth):
         ratio = max(
             spec.compress for spec in text.caches[index] if isinstance(spec, LatentAttention)
         )
-        hyper = [
-            Tensor("norm", "hc_fn", mixing, ways * text.hidden),
-            Tensor("norm", "hc_base, hc_scale", mixing + 3),
+        attention = mixers.compressed_attention(config, ratio if ratio > 1 else 0)
+        yield [*text.norms(), *_hyper_connections(text), *attention, *experts(config)]
+
+
+def deepseek_v41(text: Text) -> Iterator[list[Tensor]]:
+    """Yield the tensors of each DeepSeek-V4.1 layer, without the tables of n-grams.
+
+    Few layers compress rows or select some of them; the others use what those have computed.
+    """
+    config = text.config
+    chooses = config.indices("index_source_layer_ids", text.depth)
+    for index in range(text.depth):
+        rows = [s.compress for s in text.caches[index] if type(s) is LatentAttention]
+        attention = [
+            *mixers.compressed_attention(config, 0),
+            *mixers.shared_rows(config, max(rows, default=0), chooses=index in chooses),
         ]
-        yield [
-            *text.norms(), *hyper, *hyper,
-            *mixers.compressed_attention(config, ratio if ratio > 1 else 0), *experts(config),
-        ]  # fmt: skip
+        yield [*text.norms(), *_hyper_connections(text), *attention, *experts(config)]
+
+
+def _hyper_connections(text: Text) -> list[Tensor]:
+    """Return the weights that mix the residual streams, for attention and for the experts."""
+    ways = text.config.count("hc_mult", default=4)
+    mixing = ways * (2 + ways)
+    one = [
+        Tensor("norm", "hc_fn", mixing, ways * text.hidden),
+        Tensor("norm", "hc_base, hc_scale", mixing + 3),
+    ]
+    return [*one, *one]
 
 
 def zamba(text: Text) -> Iterator[list[Tensor]]:

@@ -165,6 +165,29 @@ def compressed_attention(config: Config, ratio: int) -> list[Tensor]:
     return tensors
 
 
+def shared_rows(config: Config, ratio: int, *, chooses: bool) -> list[Tensor]:
+    """Return the weights of DeepSeek-V4.1's compressor and indexer in one layer.
+
+    `ratio` is the number of tokens per row that the layer stores, 0 if it stores none. `chooses` is
+    whether the layer selects rows.
+    """
+    hidden, head_dim, name = config.hidden(), config.head_dim(), "self_attn"
+    tensors: list[Tensor] = []
+    for part in ("wkv", "wgate")[: min(ratio, 2)]:
+        tensors += linear("attention", f"{name}.compressor.{part}", head_dim, hidden)
+    if ratio:
+        tensors.append(norm(f"{name}.compressor.norm", head_dim))
+    if not chooses:
+        return tensors
+    heads, width = config.count("index_n_heads"), config.count("index_head_dim")
+    tensors += linear("indexer", f"{name}.indexer.wq_b", heads * width, config.count("q_lora_rank"))
+    tensors += linear("indexer", f"{name}.indexer.weights_proj", heads, hidden)
+    if ratio:
+        tensors += linear("indexer", f"{name}.indexer.wk", width, head_dim)
+        tensors.append(norm(f"{name}.indexer.k_norm", width))
+    return tensors
+
+
 def _compressor(
     kind: TensorClass, name: str, hidden: int, head_dim: int, ratio: int
 ) -> list[Tensor]:

@@ -8,8 +8,8 @@ checkpoint names them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import re
+from collections.abc import Callable, Mapping
 
 from kvatlas.models.config import Config
 from kvatlas.models.weights.formats import (
@@ -29,38 +29,10 @@ from kvatlas.models.weights.formats import (
     named_format,
     rows_of,
 )
+from kvatlas.models.weights.integer_groups import PACKED_IN_GROUPS, hqq, mlx, packed
 from kvatlas.models.weights.name_patterns import NamePatterns
-from kvatlas.models.weights.tensor import Tensor
+from kvatlas.models.weights.scheme import Quantisation, ignored, labels
 from kvatlas.models.weights.torchao import torchao_formats
-
-
-class Quantisation(NamedTuple):
-    """The quantisation scheme of a checkpoint: a format for each quantised tensor."""
-
-    label: str
-    default: Format | None
-    """The format of matrices that match no other rule; None if those are not quantised."""
-    chosen: tuple[tuple[NamePatterns, Format], ...] = ()
-    ignored: NamePatterns | None = None
-    experts: Format | None = None
-    """The format of experts, if it differs from `default`."""
-    vocabulary: bool = False
-    """Whether the embedding and lm_head are quantised like other matrices."""
-
-    def format_of(self, name: str, tensor: Tensor) -> Format | None:
-        """Return the format of a tensor with the full name `name`; None if it is unquantised."""
-        if not (tensor.linear or tensor.kind == "embedding"):
-            return None
-        for patterns, format_ in self.chosen:
-            if patterns.match(name):
-                return format_
-        kept = ("router", "tower") if self.vocabulary else _KEPT
-        if tensor.kind in kept or (self.ignored and self.ignored.match(name)):
-            return None
-        return (self.experts if tensor.kind == "experts" else None) or self.default
-
-
-_KEPT = ("embedding", "lm_head", "router", "tower")
 
 _ALGORITHMS = {
     "fp8": FP8, "fp8_per_channel_per_token": rows_of("fp8", 8), "fp8_pb_wo": FP8_BLOCKS,
@@ -78,9 +50,9 @@ def quantisation(root: Config, text: Config, warnings: list[str]) -> Quantisatio
     >>> quantisation(Config({"quantization_config": section}), Config({}), []).label
     'fp8, blocks of 128 x 128'
     """
-    names = ("quantization_config", "compression_config")
-    section = root.section(*names) or text.section(*names)
+    section = root.section(*_SECTIONS) or text.section(*_SECTIONS)
     if section is None:
+        warnings += _unknown_sections(root) or _unknown_sections(text)
         return None
     # ModelOpt's separate file nests all settings one level deeper.
     section = section.section("quantization") or section
@@ -89,6 +61,10 @@ def quantisation(root: Config, text: Config, warnings: list[str]) -> Quantisatio
         return _mixed(layers, section, warnings)
     if method in _SCHEMES:
         made = _SCHEMES[method](section)
+    elif method in PACKED_IN_GROUPS:
+        made = packed(method, section, warnings)
+    elif not method and section.has("bits", "mode"):
+        made = mlx(section)
     elif groups := section.section("config_groups"):
         made = _grouped(groups, section, warnings) or _uniform(method, section, text)
     else:
@@ -107,29 +83,36 @@ def quantisation(root: Config, text: Config, warnings: list[str]) -> Quantisatio
     return made
 
 
+_SECTIONS = ("quantization_config", "compression_config", "quantization")
+"""Keys of the section; the last one is that of MLX."""
+
+
+def _unknown_sections(config: Config) -> list[str]:
+    """Return a warning for each section that seems to describe a quantisation."""
+    return [
+        f"the section {key} may describe a quantisation, and was not read: assuming 16 bits; "
+        "pass weights_dtype to select a format"
+        for key in config.filled_keys()
+        if "quant" in key and isinstance(config.get(key), Mapping)
+    ]
+
+
 def _uniform(method: str, section: Config, text: Config) -> Quantisation | None:
     """Return the scheme of `method` if it quantises matrices in one format; else None."""
-    default, ignored = _method(method, section), _ignored(section)
+    default, kept = _method(method, section), ignored(section)
     if default is None:
         return None
     if method == "mxfp4":  # gpt-oss
         experts = NamePatterns(["*.experts.*"])
         return Quantisation(f"experts {default.label}", None, ((experts, default),))
-    fp4 = MXFP4 if text.text("expert_dtype") == "fp4" else None  # DeepSeek-V4
+    named = section.text("expert_dtype") or text.text("expert_dtype")  # DeepSeek-V4 and V4.1
+    fp4 = MXFP4 if named == "fp4" else None
     if algorithm := section.text("moe_quant_algo"):
         # A second pass quantised only the experts; its ignore list applies to that pass, and
         # the tensors in it keep the format of the first pass.
-        fp4, ignored = _ALGORITHMS.get(algorithm.lower()), NamePatterns(())
+        fp4, kept = _ALGORITHMS.get(algorithm.lower()), NamePatterns(())
     label = default.label + (f"; experts {fp4.label}" if fp4 else "")
-    return Quantisation(label, default, ignored=ignored, experts=fp4)
-
-
-def _ignored(section: Config) -> NamePatterns:
-    """Return patterns that match the tensors that a checkpoint does not quantise."""
-    inside = ("modules_to_not_convert", "ignored_layers", "skip_modules", "llm_int8_skip_modules")
-    if parts := section.listing(*inside):
-        return NamePatterns(parts, inside=True)
-    return NamePatterns(section.listing("ignore", "exclude_modules", "exclude") or ())
+    return Quantisation(label, default, ignored=kept, experts=fp4)
 
 
 def _method(method: str, section: Config) -> Format | None:
@@ -137,14 +120,10 @@ def _method(method: str, section: Config) -> Format | None:
     block = section.listing("weight_block_size") or ()
     if method == "fp8" and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
         return blocks_of(block[0], block[1])
-    if method in ("awq", "gptq", "auto-round", "awq_marlin", "gptq_marlin"):
-        bits = section.count("bits", "w_bit", default=4)
-        group = section.get("group_size", "q_group_size")
-        size = group if isinstance(group, int) and group > 0 else 0
-        # Each group has a 16-bit scale and a zero point.
-        return groups_of(size, f"{method} {bits} bits", bits, 16 + bits)
     if method == "bitsandbytes":
-        return NF4 if section.flag("load_in_4bit") else INT8
+        if section.flag("load_in_4bit"):
+            return NF4
+        return INT8 if section.flag("load_in_8bit") else None
     if method == "quanto":
         return _QUANTO.get(section.text("weights") or "")
     if method == "fp_quant":
@@ -179,7 +158,7 @@ def _mixed(layers: Config, section: Config, warnings: list[str]) -> Quantisation
         for algorithm, names in named.items()
         if algorithm not in _ALGORITHMS
     ]
-    label = " and ".join(dict.fromkeys(format_.label for _, format_ in chosen)) or "16 bits"
+    label = labels(format_ for _, format_ in chosen) or "16 bits"
     # Modules that are not listed keep the format of the checkpoint that ModelOpt started from.
     method = (section.text("quant_method") or "").lower()
     rest = _method("fp8", section) if method == "fp8" and section.has("weight_block_size") else None
@@ -191,25 +170,33 @@ def _grouped(groups: Config, section: Config, warnings: list[str]) -> Quantisati
 
     Returns None if no group quantises weights.
     """
-    chosen, default, labels = [], None, []
+    chosen: list[tuple[NamePatterns, Format | None]] = []
+    found, default = list[Format](), None
     if (section.section("sparsity_config") or Config({})).text("format") not in (None, "dense"):
         warnings.append("sparse weights in the checkpoint: counted as dense")
     for key in groups.filled_keys():
-        group = groups.section(key)
-        weights = group.section("weights") if group else None
-        if group is None or weights is None:
-            continue
-        format_ = _strategy(weights, group.text("format") or section.text("format") or "")
-        labels.append(format_.label)
+        group = groups.section(key) or Config({})
+        weights, format_ = group.section("weights"), None
+        if weights is not None:
+            format_ = _strategy(weights, group.text("format") or section.text("format") or "")
+            found.append(format_)
         targets = [name for name in group.listing("targets") or () if isinstance(name, str)]
         if any(name in ("Linear", "MoE", "FusedMoE") for name in targets) or not targets:
-            default = format_
-        else:
-            chosen.append((NamePatterns(targets), format_))
-    if not labels:
+            default = format_ or default
+            continue
+        chosen.append((NamePatterns(targets), format_))
+        warnings += [
+            f"the group {key} quantises modules of class {name}, which were not identified: "
+            "assuming 16 bits"
+            for name in targets
+            if format_ and _CLASS_NAME.fullmatch(name)
+        ]
+    if not found:
         return None
-    label = " and ".join(dict.fromkeys(labels))
-    return Quantisation(label, default, tuple(chosen), _ignored(section))
+    return Quantisation(labels(found), default, tuple(chosen), ignored(section))
+
+
+_CLASS_NAME = re.compile(r"[A-Z][A-Za-z0-9]+")
 
 
 def _strategy(weights: Config, packing: str) -> Format:
@@ -239,27 +226,24 @@ def _torchao(section: Config) -> Quantisation | None:
     if found is None:
         return None
     default, named = found
-    formats = [*([default] if default else []), *(format_ for _, format_ in named)]
-    label = " and ".join(dict.fromkeys(format_.label for format_ in formats))
+    label = labels([default, *(format_ for _, format_ in named)])
     chosen = tuple((NamePatterns([name], inside=True), format_) for name, format_ in named)
     whole = section.flag("include_input_output_embeddings")
-    return Quantisation(label, default, chosen, _ignored(section), vocabulary=whole)
+    return Quantisation(label, default, chosen, ignored(section), vocabulary=whole)
 
 
 def _quark(section: Config) -> Quantisation | None:
     """Return the scheme of AMD's Quark: a default format, formats of named layers, exclusions."""
-    default = _quark_format(section.section("global_quant_config"))
+    kinds = section.section("layer_type_quant_config") or Config({})
+    linear = next((kinds.section(key) for key in kinds.filled_keys() if "Linear" in key), None)
+    default = _quark_format(linear or section.section("global_quant_config"))
     named = section.section("layer_quant_config") or Config({})
-    chosen = [
-        (NamePatterns([name], inside=True), format_)
-        for name in named.filled_keys()
-        if (format_ := _quark_format(named.section(name)))
-    ]
-    if default is None and not chosen:
+    formats = {name: _quark_format(named.section(name)) for name in named.all_keys()}
+    label = labels([default, *formats.values()])
+    if not label:
         return None
-    formats = [*([default] if default else []), *(format_ for _, format_ in chosen)]
-    label = " and ".join(dict.fromkeys(format_.label for format_ in formats))
-    return Quantisation(label, default, tuple(chosen), _ignored(section))
+    chosen = tuple((NamePatterns([name], inside=True), one) for name, one in formats.items())
+    return Quantisation(label, default, chosen, ignored(section))
 
 
 def _quark_format(layer: Config | None) -> Format | None:
@@ -289,30 +273,6 @@ def _quark_format(layer: Config | None) -> Format | None:
     return rows_of(name, bits) if scheme == "per_channel" else Format(name, bits, (0, 0), 64)
 
 
-def _hqq(section: Config) -> Quantisation | None:
-    """Return the scheme of HQQ, which has one format for all modules or one per kind of module."""
-    settings = section.section("quant_config")
-    if settings is None:
-        return None
-    if settings.has("weight_quant_params"):
-        default = _hqq_format(settings)
-        return Quantisation(default.label, default, ignored=_ignored(section))
-    parts = {name: settings.section(name) for name in settings.filled_keys()}
-    formats = {name: _hqq_format(part) for name, part in parts.items() if part}
-    label = " and ".join(dict.fromkeys(format_.label for format_ in formats.values()))
-    chosen = tuple(
-        (NamePatterns([f"*.{name}"], inside=True), format_) for name, format_ in formats.items()
-    )
-    return Quantisation(label, None, chosen, _ignored(section)) if formats else None
-
-
-def _hqq_format(settings: Config) -> Format:
-    inner = settings.section("weight_quant_params") or settings
-    bits, size = inner.count("nbits", default=4), inner.size("group_size") or 0
-    # Each group has a 16-bit scale and a 16-bit zero point.
-    return groups_of(size, f"hqq {bits} bits", bits, 32)
-
-
 def _gguf(section: Config) -> Quantisation | None:
     """Return the scheme of a GGUF file whose name contains its type, such as Q4_K_M."""
     found = format_in_name(section.text("gguf_file", "quant_type") or "")
@@ -325,7 +285,7 @@ def _gguf(section: Config) -> Quantisation | None:
 _SCHEMES: dict[str, Callable[[Config], Quantisation | None]] = {
     "torchao": _torchao,
     "quark": _quark,
-    "hqq": _hqq,
+    "hqq": hqq,
     "gguf": _gguf,
 }
 """Functions that read the sections of methods with their own form, by name of the method."""

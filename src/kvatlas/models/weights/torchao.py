@@ -23,7 +23,11 @@ from kvatlas.models.weights.formats import (
 _PER_MODULE = ("fqn_to_config", "module_fqn_to_config")
 
 
-def torchao_formats(section: Config) -> tuple[Format | None, list[tuple[str, Format]]] | None:
+Named = list[tuple[str, Format | None]]
+"""Formats by module name; None for a module that is not quantised."""
+
+
+def torchao_formats(section: Config) -> tuple[Format | None, Named] | None:
     """Return a tuple (default, formats by module name); None if the type is unknown.
 
     >>> kind = {"default": {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 64}}}
@@ -43,13 +47,12 @@ def torchao_formats(section: Config) -> tuple[Format | None, list[tuple[str, For
     if modules is None:
         default = _serialised(kind)
         return None if default is None else (default, [])
-    named = [
-        (name, format_)
-        for name in modules.filled_keys()
-        if name != "_default" and (format_ := _serialised(modules.section(name)))
-    ]
+    names = [name for name in modules.all_keys() if name != "_default"]
+    named: Named = [(name, _serialised(modules.section(name))) for name in names]
+    if any(modules.has(name) and format_ is None for name, format_ in named):
+        return None  # a type that is unknown
     default = _serialised(modules.section("_default"))
-    return (default, named) if default or named else None
+    return (default, named) if default or any(format_ for _, format_ in named) else None
 
 
 def _serialised(kind: Config | None) -> Format | None:

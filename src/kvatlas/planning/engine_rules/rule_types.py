@@ -44,7 +44,8 @@ class PrefillCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 class BackendChoice(msgspec.Struct, frozen=True, kw_only=True):
     """A backend that the engine selects, under some conditions, instead of the one on Hopper."""
 
-    chips: tuple[str, ...]
+    chips: tuple[str, ...] = ()
+    """Chips on which the engine selects it; empty for every chip."""
     instead_of: tuple[str, ...]
     """Names of the backends that it replaces."""
     backend: str
@@ -59,7 +60,7 @@ class BackendChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     def fits(self, name: str, chip: str | None, model: Model, spec: Spec, tp: int) -> bool:
         """Return whether the backend replaces the backend `name` in a layer of a model."""
-        if chip not in self.chips or name not in self.instead_of:
+        if (self.chips and chip not in self.chips) or name not in self.instead_of:
             return False
         if self.head_dims and getattr(spec, "head_dim", None) not in self.head_dims:
             return False

@@ -61,12 +61,31 @@ FEW_HEADS = BackendChoice(  # FLASHMLA_SPARSE would pad the query heads
 )
 MISSING = (MissingKernels(chips=AMPERE, backends=(*SPARSE_MLA, "FLASHMLA_SPARSE_DSV4")),)
 RINGS = MissingKernels(  # models that keep rings came with 0.33
-    backends=("QWEN4_EXP_EXP_QSA_STATE", "KPOOL_TAIL", "STEP5_CSA_TAIL_RING")
+    backends=(
+        "QWEN4_EXP_EXP_QSA_STATE", "KPOOL_TAIL", "STEP5_CSA_TAIL_RING", "FLASHMLA_SPARSE_DSV41",
+    )
+)  # fmt: skip
+DSV41 = ("DeepseekV41",)
+V41_BACKENDS = (
+    BackendChoice(
+        instead_of=("FLASHMLA_SPARSE_DSV4",), backend="FLASHMLA_SPARSE_DSV41", architectures=DSV41
+    ),
+    BackendChoice(
+        instead_of=("DEEPSEEK_SPARSE_SWA",),
+        backend="DEEPSEEK_SPARSE_SWA_DSV41",
+        architectures=DSV41,
+    ),
+    BackendChoice(
+        instead_of=("DEEPSEEK_V4_INDEXER", "DEEPSEEK_V32_INDEXER"),
+        backend="DEEPSEEK_V41_INDEXER",
+        architectures=DSV41,
+    ),
 )
+"""The backends of DeepSeek-V4.1 on Hopper."""
 RULES = EngineRules(
     version="0.31",
     checkpoints=(FLASHKDA,),
-    backends=(*BACKENDS, FEW_HEADS, BLACKWELL_SPARSE),
+    backends=(*V41_BACKENDS, *BACKENDS, FEW_HEADS, BLACKWELL_SPARSE),
     missing=(*MISSING, RINGS),
     multiple_of_all_backends=False,
     whole_kernel_blocks=False,

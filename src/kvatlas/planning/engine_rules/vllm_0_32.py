@@ -8,12 +8,13 @@ from kvatlas.planning.engine_rules.vllm_0_31 import (
     FLASHKDA,
     MISSING,
     RINGS,
+    V41_BACKENDS,
 )
 
 MAMBA2 = PrefillCheckpoint(kernel="Mamba-2's scan", states="mamba2")
 RULES = EngineRules(
     version="0.32",
     checkpoints=(MAMBA2, FLASHKDA),
-    backends=(*BACKENDS, FEW_HEADS, BLACKWELL_SPARSE),
+    backends=(*V41_BACKENDS, *BACKENDS, FEW_HEADS, BLACKWELL_SPARSE),
     missing=(*MISSING, RINGS),
 )
