@@ -79,6 +79,12 @@ class Memory:
         other.unused = dict(self.unused)
         return other
 
+    def beside(self, index: int, found: Bytes) -> Bytes:
+        """The pool that `found` must equal: bytes that may have any value are those of `found`."""
+        if index not in self.unused:
+            return self.pools[index]
+        return np.where(self.unused[index], found, self.pools[index])
+
     def assert_equal(self, expected: Memory, what: str) -> None:
         """The same bytes everywhere, guard bytes included, except for `expected.unused`."""
         assert self.whole.keys() == expected.whole.keys()
