@@ -174,9 +174,7 @@ def counting() -> None:
         rows,
     )
     print("The bar: a run for the blocks of each group (BLNHC) or of each layer (LBNHC). Pages of")
-    print(
-        "which a request needs some states, at the edges of windows and of the request, are apart.\n"
-    )
+    print("which a request needs some states, at the edges of windows and requests, are apart.\n")
 
 
 def _cut_pages(made: Plan) -> int:

@@ -10,10 +10,10 @@ import re
 
 from kvatlas.models.config import Config
 
-_MAY_CHANGE = re.compile(r"(^|_)kv_|_kv(_|$)|head|window|layer_types|index|conv|state")
+_MAY_CHANGE = r"(^|_)kv_|_kv(_|$)|head|window|layer_types|index|conv|state"
 
 # These keys change computations, weights, training or inputs, but not the caches.
-_HARMLESS = re.compile(
+_HARMLESS = (
     r"^(lm_head|tie_|use_lm_head|output_hidden_states|initializer|head_wise|headwise|softmax|"
     r"rope|rotary|partial_rotary|mrope|query_pre_attn|use_head|attn_head_scale|heads_per_ngram|"
     r"indexer_rope|index_n_heads|index_topk|index_share|index_local|index_block|index_init|"
@@ -33,7 +33,7 @@ def may_change_caches(key: str) -> bool:
     >>> may_change_caches("num_global_key_value_heads"), may_change_caches("hidden_act")
     (True, False)
     """
-    return bool(_MAY_CHANGE.search(key)) and not _HARMLESS.search(key)
+    return bool(re.search(_MAY_CHANGE, key)) and not re.search(_HARMLESS, key)
 
 
 def unread_warnings(config: Config) -> list[str]:
