@@ -66,7 +66,7 @@ def ours() -> None:
         ]
     )
     show(
-        "Planning each model of the catalogue, nothing remembered, CPU time (bar: none above 50 ms)",
+        "Planning each model of the catalogue, nothing remembered, CPU time (bar: 50 ms at most)",
         ["policy", "models", "median ms", "worst ms", "worst model"],
         rows,
     )

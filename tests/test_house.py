@@ -77,7 +77,8 @@ INTERNAL: dict[str, str] = {
         pool.eviction pool.eviction.base pool.group_needs
     """,
     "routing": """
-        geometry.address_arrays geometry.combine geometry.integers geometry.state_spans
+        geometry.address_arrays geometry.block_images geometry.combine geometry.integers
+        geometry.state_spans
         geometry.strided_runs planning.plans planning.sized_layers specs.cell_formats
         specs.identity
     """,

@@ -13,6 +13,7 @@ from kvatlas.planning import Plan
 from kvatlas.routing import scattered
 from kvatlas.wire import Node, make_transport
 from tests.identities import OURS
+from tests.routing.oracle import Memory
 
 GUARD, GUARDED = 4096, 0xA5
 OPTIONS: dict[str, dict[str, Any]] = {"nixl": {"kind": "VRAM"}}
@@ -72,14 +73,16 @@ class GpuRanks:
 
             node.offer(request, self.blocks, self.tokens, timeout=timeout, released=noted)
 
-    def wrong(self, right: Contents) -> int:
+    def wrong(self, right: Contents | dict[int, Memory]) -> int:
         """Bytes that are not as they should be, guards included."""
         torch.cuda.synchronize()
         found = 0
-        for rank, pools in right.items():
-            for index, pool in pools.items():
+        for rank, memory in right.items():
+            for index, pool in (memory.pools if isinstance(memory, Memory) else memory).items():
                 whole = self.whole[rank][index].cpu().numpy()
-                found += int((whole[GUARD:-GUARD] != pool).sum())
+                inside = whole[GUARD:-GUARD]
+                pool = memory.beside(index, inside) if isinstance(memory, Memory) else pool
+                found += int((inside != pool).sum())
                 found += sum(int((g != GUARDED).sum()) for g in (whole[:GUARD], whole[-GUARD:]))
         return found
 

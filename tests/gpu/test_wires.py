@@ -78,7 +78,7 @@ def ranks_of(made: Plan, transport: str, move: Any, **given: Any) -> Iterator[tu
 
 def right_of(move: Any, poison: Any) -> Any:
     """What every destination must hold afterwards, found without any route."""
-    return {rank: oracle.expected(move, rank, memory)[0].pools for rank, memory in poison.items()}
+    return {rank: oracle.expected(move, rank, memory)[0] for rank, memory in poison.items()}
 
 
 def pull(node: Any, endpoints: list[str], blocks: Any, tokens: int, **about: Any) -> Transfer:

@@ -161,6 +161,8 @@ class _Orders:
         move = self._move(Plan.from_json(source.encode()), self.rank.plan)
         for elements in oracle.held(move, "destination", self.rank.rank):
             elements.write(right[elements.pool])
+        for index, unused in oracle.unused(move, "destination", self.rank.rank).items():
+            right[index] = np.where(unused, self.rank.pools[index], right[index])
         between = {
             index: np.where(pool == self.before[index], right[index], pool)
             for index, pool in self.rank.pools.items()

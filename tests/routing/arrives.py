@@ -29,7 +29,8 @@ def assert_arrives(
     """Carry a move out and compare every byte; descriptors for each pair of ranks.
 
     Every byte that is needed is named once, `needs` names the same ones, nothing else
-    changes, and no fewer descriptors would do.
+    changes, and no fewer descriptors would do. Bytes that nothing uses may move too, between
+    blocks of the request.
     """
     rng = np.random.default_rng(seed)
     made = made or route(move.source, move.destination)
@@ -50,6 +51,11 @@ def assert_arrives(
                 assert len(copy.destination) == least, "the fewest descriptors"
             found[source, rank] = sum(len(copy.destination) for copy in bound.copies)
         right, arrived = oracle.expected(move, rank, poison)
+        for pool, also in _unused_named(named, arrived, right.unused).items():
+            arrived[pool] |= also
+            right.pools[pool][also] = after.pools[pool][also]
+        _assert_read_from_unused(move, made, rank, arrived, right)
+        right.unused = {}
         after.assert_equal(right, f"destination rank {rank}")
         assert_named_once(named, arrived, f"copies to rank {rank}")
         asked: dict[str, Any] = {
@@ -62,6 +68,38 @@ def assert_arrives(
         listed = {pool: [pair] for pool, pair in needs.items()}
         assert_named_once(listed, arrived, f"needs of rank {rank}")
     return found
+
+
+def _unused_named(
+    named: Mapping[int, list[Any]],
+    arrived: Mapping[int, NDArray[np.bool_]],
+    unused: Mapping[int, NDArray[np.bool_]],
+) -> dict[int, NDArray[np.bool_]]:
+    """Which bytes are copied although they are no fields; all are in blocks of the request."""
+    found = {}
+    for pool, ranges in named.items():
+        also = (oracle.times_named(ranges, arrived[pool].size) > 0) & ~arrived[pool]
+        wrong = np.flatnonzero(also & ~unused[pool])
+        assert not wrong.size, f"bytes {wrong[:6]}... of pool {pool} belong to something else"
+        if also.any():
+            found[pool] = also
+    return found
+
+
+def _assert_read_from_unused(
+    move: Move, made: Route, rank: int, arrived: Mapping[int, NDArray[np.bool_]], right: Memory
+) -> None:
+    """Bytes that are no fields at the destination come from such bytes at the source."""
+    fields = oracle.expected(move, rank, right)[1]
+    if all(np.array_equal(arrived[pool], mask) for pool, mask in fields.items()):
+        return
+    for source in made.sources(rank):
+        free = oracle.unused(move, "source", source)
+        for copy in made.bind(source_rank=source, destination_rank=rank, **ask(move)).copies:
+            ends = (copy.source, copy.destination)
+            here, there = (oracle.spelled_out(starts, copy.length) for starts in ends)
+            also = ~fields[copy.destination_pool][there]
+            assert free[copy.source_pool][here[also]].all(), "reads what something else uses"
 
 
 def assert_named_once(
@@ -132,6 +170,8 @@ def assert_prepared_arrives(move: Move, seed: int = 0) -> None:
                 there[b : b + n] = here[a : a + n]
         right, arrived = oracle.expected(move, rank, poison)
         own = oracle.own_blocks(move, rank)
+        for pool, unused in right.unused.items():
+            own[pool] |= unused
         for pool, mask in arrived.items():
             assert (after.pools[pool][mask] == right.pools[pool][mask]).all()
             changed = after.pools[pool] != poison.pools[pool]

@@ -69,18 +69,30 @@ class Memory:
             if pool.stage == stage
         }
         self.pools: dict[int, Bytes] = {i: b[GUARD:-GUARD] for i, b in self.whole.items()}
+        self.unused: dict[int, NDArray[np.bool_]] = {}
+        """Bytes that may have any value: those of the request's blocks that nothing uses."""
 
     def copy(self) -> Memory:
         other = Memory.__new__(Memory)
         other.whole = {index: whole.copy() for index, whole in self.whole.items()}
         other.pools = {index: whole[GUARD:-GUARD] for index, whole in other.whole.items()}
+        other.unused = dict(self.unused)
         return other
 
+    def beside(self, index: int, found: Bytes) -> Bytes:
+        """The pool that `found` must equal: bytes that may have any value are those of `found`."""
+        if index not in self.unused:
+            return self.pools[index]
+        return np.where(self.unused[index], found, self.pools[index])
+
     def assert_equal(self, expected: Memory, what: str) -> None:
-        """The same bytes everywhere, guard bytes included."""
+        """The same bytes everywhere, guard bytes included, except for `expected.unused`."""
         assert self.whole.keys() == expected.whole.keys()
         for index, whole in self.whole.items():
-            wrong = np.flatnonzero(whole != expected.whole[index]) - GUARD
+            differs = whole != expected.whole[index]
+            if index in expected.unused:
+                differs[GUARD:-GUARD] &= ~expected.unused[index]
+            wrong = np.flatnonzero(differs) - GUARD
             assert not wrong.size, f"{what}: {wrong.size} bytes of pool {index}, {wrong[:8]}..."
 
 
@@ -385,33 +397,67 @@ def fill(move: Move, rng: np.random.Generator) -> dict[int, Memory]:
 def expected(move: Move, rank: int, poison: Memory) -> tuple[Memory, dict[int, NDArray[np.bool_]]]:
     """A destination rank's memory after the transfer, and which bytes of it have arrived.
 
-    Wherever nothing arrives there is poison.
+    Wherever nothing arrives there is poison, or anything in bytes that nothing uses.
     """
     after = poison.copy()
     arrived = {index: np.zeros(pool.size, dtype=bool) for index, pool in after.pools.items()}
     for elements in held(move, "destination", rank):
         elements.write(after.pools[elements.pool])
         elements.write(arrived[elements.pool], np.ones((len(elements.number), elements.item), bool))
+    after.unused = unused(move, "destination", rank)
     return after, arrived
 
 
-def own_blocks(move: Move, rank: int) -> dict[int, NDArray[np.bool_]]:
-    """Which bytes of a destination rank's pools are fields in the blocks that are used."""
-    plan = move.destination
+def unused(move: Move, side: Side, rank: int) -> dict[int, NDArray[np.bool_]]:
+    """Which bytes of a rank's pools belong to blocks of the request, and are in none of its fields.
+
+    A pool whose blocks all have one stride is divided into cells of that size, and cell i belongs
+    to block i % blocks. Nothing is known of who uses the gaps of other pools and of foreign memory.
+    """
+    plan = move.plan(side)
+    stage = rank // plan.tp
+    fields = own_blocks(move, rank, side)
+    found = {}
+    for pool in plan.pools:
+        if pool.stage != stage:
+            continue
+        mine = [r for r in plan.regions if plan.groups[r.group].pool == pool.index]
+        mine = [r for r in mine if r.stage == stage]
+        (cell, *others) = {region.block_stride for region in mine}
+        free = np.zeros(pool.nbytes, dtype=bool)
+        if not others and plan.policy != "foreign" and not any(r.apart for r in mine):
+            blocks = {
+                block
+                for group in {region.group for region in mine}
+                for block in used_blocks(move, side, group)
+            }
+            owners = np.arange(-(-pool.nbytes // cell)) % pool.blocks
+            owned = np.repeat(np.isin(owners, list(blocks)), cell)[: pool.nbytes]
+            free = owned & ~fields[pool.index]
+        found[pool.index] = free
+    return found
+
+
+def used_blocks(move: Move, side: Side, group: int) -> list[int]:
+    """The blocks of a group from which, or to which, states move."""
+    table = move.blocks(side)[group]
+    return [table[-1 if len(table) == 1 else entry] for entry in entries(move, side, group)]
+
+
+def own_blocks(move: Move, rank: int, side: Side = "destination") -> dict[int, NDArray[np.bool_]]:
+    """Which bytes of a rank's pools are fields in the blocks that are used."""
+    plan = move.plan(side)
     stage, tp_rank = divmod(rank, plan.tp)
     found = {p.index: np.zeros(p.nbytes, dtype=bool) for p in plan.pools if p.stage == stage}
     for layer, part in homes(plan):
         region, slot = plan.region_of(layer, part)
-        used = [
-            (-1 if len(move.destination_blocks[region.group]) == 1 else entry)
-            for entry in entries(move, "destination", region.group)
-        ]
+        used = used_blocks(move, side, region.group)
         each = region.layers[slot].spec.tokens_per_state
         inside = np.arange(region.block // each if each else 1)
         spec = region.layers[slot].spec
         if isinstance(spec, Ring):
             inside = np.arange(spec.rows)
-        blocks = np.repeat(np.array(move.destination_blocks[region.group])[used], len(inside))
+        blocks = np.repeat(np.array(used, dtype=np.int64), len(inside))
         within = np.tile(inside, len(used))
         if region.stage == stage and len(blocks):
             also = moving_padding(move, layer)

@@ -247,8 +247,8 @@ def assert_by_oracle(move: Move, dst: End, rank: int) -> None:
         pool[:] = before[index]
     right, arrived = oracle.expected(move, rank, poison)
     assert any(mask.any() for mask in arrived.values())
-    for index, pool in right.pools.items():
-        assert np.array_equal(now[index], pool)
+    for index in right.pools:
+        assert np.array_equal(now[index], right.beside(index, now[index]))
 
 
 def pull_all(src: End, dst: End, request: str, **about: Any) -> None:

@@ -20,7 +20,7 @@ from kvatlas.geometry.runs import find_difference, is_nested
 _TAKEN = ("self", "base", "device")
 """Names that methods use for other parameters. They are not allowed as axis names."""
 
-_AXIS_NAME = re.compile(r"[A-Za-z_]\w*(\*[A-Za-z_]\w*)*")
+_AXIS_NAME = r"[A-Za-z_]\w*(\*[A-Za-z_]\w*)*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def _is_name(axis: object) -> bool:
     if not isinstance(axis, str) or axis in _TAKEN:
         return False
     plain = axis.isascii() and axis.isidentifier()
-    return plain or _AXIS_NAME.fullmatch(axis) is not None
+    return plain or re.fullmatch(_AXIS_NAME, axis) is not None
 
 
 def bad_axes(problem: str, got: object, hint: str) -> AtlasError:

@@ -172,10 +172,13 @@ def merge_runs(families: Iterable[StridedRuns]) -> list[StridedRuns]:
     return merged
 
 
-def fold_states(families: Iterable[StridedRuns], states: int) -> list[StridedRuns]:
+def fold_states(
+    families: Iterable[StridedRuns], states: int, others: Iterable[StridedRuns] = ()
+) -> list[StridedRuns]:
     """Extend each family of runs to `states` consecutive states, and merge adjacent families.
 
     The state axis becomes part of the item, or an ordinary axis if states are not contiguous.
+    `others` are families to merge that have no state axis.
 
     >>> page = Placement.packed([("B", 9), ("H", 4), ("N", 16), ("C", 8)])
     >>> [runs.item for runs in fold_states([StridedRuns.between(page, page)], 16)]
@@ -191,7 +194,7 @@ def fold_states(families: Iterable[StridedRuns], states: int) -> list[StridedRun
             wider = runs._replace(sizes=(*runs.sizes, states), strides=(source, destination))
             kinds[kind] = (wider if states > 1 else runs)._replace(state_strides=(0, 0)).folded()
         folded.append(kinds[kind]._replace(offsets=runs.offsets))
-    return merge_runs(folded)
+    return merge_runs([*folded, *others])
 
 
 def _joined(families: Sequence[StridedRuns]) -> list[StridedRuns]:

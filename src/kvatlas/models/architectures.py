@@ -199,7 +199,7 @@ PREFIXES = {
 """Prefixes of the text model's layer names in multimodal wrappers, if not `language_model.`."""
 
 # Config keys that match this pattern indicate caches other than plain K and V.
-_SIGNS = re.compile(
+_SIGNS = (
     r"lora_rank|ssm|mamba|linear_|conv_|_conv|compress|index_|indexer|rwkv|recurrent|lightning"
     r"|state_size|block_type|hybrid|sparse_attention|attn_type|delta|retention|kda|cross_attention"
     r"|is_encoder_decoder|kv_shared|block_configs|layer_group|time_mix|attention_other"
@@ -225,7 +225,7 @@ def plain_family(config: Config, architecture: str, warnings: list[str]) -> Fami
     message for each assumption.
     """
     refuse_without_decoder(config, architecture)
-    signs = sorted(key for key in config.filled_keys() if _SIGNS.search(key))
+    signs = sorted(key for key in config.filled_keys() if re.search(_SIGNS, key))
     needed = {
         "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
         "num_attention_heads": QUERY_HEADS,

@@ -14,7 +14,7 @@ import msgspec
 from kvatlas.errors import AtlasError, Code
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_BLOB = r"[0-9a-f]{40}|[0-9a-f]{64}"
 """Matches a file name in the hub's cache, which is a digest of the file's content."""
 _SMALL = 64 << 20
 """Files of up to this many bytes are hashed completely."""
@@ -51,7 +51,7 @@ def weights_identity(folder: Path) -> str:
     for path in files:
         digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
         blob = path.resolve()
-        if blob.parent.name == "blobs" and _BLOB.fullmatch(blob.name):
+        if blob.parent.name == "blobs" and re.fullmatch(_BLOB, blob.name):
             digest.update(blob.name.encode())
             continue
         for sample in _samples(path):

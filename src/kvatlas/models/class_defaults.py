@@ -8,12 +8,12 @@ a decoder. `make record-architectures` writes this file from the installed trans
 from __future__ import annotations
 
 import functools
-from importlib import resources
 from typing import Any
 
 import msgspec
 
 from kvatlas.models.config import DEPTH, HEAD_DIM, HIDDEN, KEY_HEADS, QUERY_HEADS, Config
+from kvatlas.models.package_data import package_data
 
 _SYNONYMS = (
     DEPTH, QUERY_HEADS, KEY_HEADS, HEAD_DIM, HIDDEN,
@@ -52,8 +52,7 @@ def recorded() -> Recorded:
     >>> recorded().defaults["gemma2"]["num_key_value_heads"]
     4
     """
-    text = (resources.files("kvatlas.models") / "class_defaults.json").read_bytes()
-    return msgspec.json.decode(text, type=Recorded)
+    return msgspec.json.decode(package_data("class_defaults.json"), type=Recorded)
 
 
 def missing_defaults(config: Config, model_type: str | None) -> dict[str, Any]:

@@ -7,7 +7,6 @@ rounded down.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from typing import NamedTuple
@@ -66,9 +65,9 @@ GPUS = {name: Gpu(name, int(gib * GIB), sold) for name, gib, sold, _ in _TABLE}
 """All known GPUs by name."""
 
 
-_NUMBER_FIRST = re.compile(r"\s*(?P<number>\d{1,9})\s*[x*\u00d7]\s*(?P<name>.+)", re.IGNORECASE)
-_NUMBER_LAST = re.compile(r"(?P<name>.*\d\w?)\s*[x*\u00d7]\s*(?P<number>\d{1,9})\s*", re.IGNORECASE)
-_SIZE = re.compile(r"\s*(?P<number>\d{1,5})\s*(?P<unit>gi?b)\s*", re.IGNORECASE)
+_NUMBER_FIRST = r"(?i)\s*(?P<number>\d{1,9})\s*[x*\u00d7]\s*(?P<name>.+)"
+_NUMBER_LAST = r"(?i)(?P<name>.*\d\w?)\s*[x*\u00d7]\s*(?P<number>\d{1,9})\s*"
+_SIZE = r"(?i)\s*(?P<number>\d{1,5})\s*(?P<unit>gi?b)\s*"
 _UNITS = {"gb": "GB", "gib": "GiB"}
 
 
@@ -107,7 +106,7 @@ def find_gpu(name: str) -> Gpu:
     >>> find_gpu("96GB").memory
     96000000000
     """
-    sized = _SIZE.fullmatch(name)
+    sized = re.fullmatch(_SIZE, name)
     if sized is not None and int(sized["number"]) > 0:
         text = f"{int(sized['number'])} {_UNITS[sized['unit'].lower()]}"
         nbytes = int(sized["number"]) * (GIB if "i" in text else 10**9)
@@ -116,6 +115,8 @@ def find_gpu(name: str) -> Gpu:
     gpu = _BY_KEY.get(key)
     if gpu is not None:
         return gpu
+    import difflib  # only needed if a name is unknown
+
     near = difflib.get_close_matches(_key(name), list(_BY_KEY), n=3, cutoff=0.5)
     names = list(dict.fromkeys(_BY_KEY[key].name for key in near)) or list(GPUS)
     hint = f"Did you mean {', '.join(names)}?" if near else f"Use one of {', '.join(names)}"
@@ -132,10 +133,10 @@ def find_gpus(text: str) -> Gpus:
     (16, 'H100', 8)
     """
     name, sizes = text, list[int]()
-    while len(sizes) < 2 and (match := _NUMBER_FIRST.fullmatch(name)):
+    while len(sizes) < 2 and (match := re.fullmatch(_NUMBER_FIRST, name)):
         sizes.append(int(match["number"]))
         name = match["name"]
-    if not sizes and (match := _NUMBER_LAST.fullmatch(name)):
+    if not sizes and (match := re.fullmatch(_NUMBER_LAST, name)):
         sizes.append(int(match["number"]))
         name = match["name"]
     number = math.prod(sizes)

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
+
+from kvatlas.models.package_data import package_data
 
 
 class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,8 +47,7 @@ def catalogue() -> Mapping[str, CatalogueEntry]:
     >>> catalogue()["Qwen3.5-397B-A17B"].repo
     'Qwen/Qwen3.5-397B-A17B'
     """
-    text = (resources.files("kvatlas.models") / "catalogue.json").read_bytes()
-    entries = msgspec.json.decode(text, type=list[CatalogueEntry])
+    entries = msgspec.json.decode(package_data("catalogue.json"), type=list[CatalogueEntry])
     return MappingProxyType({entry.name: entry for entry in entries})
 
 

@@ -8,7 +8,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.models.class_defaults import recorded
 from kvatlas.models.config import Config
 
-_TASKS = re.compile(
+_TASKS = (
     r"For(MaskedLM|ImageClassification|MaskedImageModeling|ObjectDetection|.*Segmentation"
     r"|SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|CTC"
     r"|AudioClassification|AudioFrameClassification|VideoClassification|DepthEstimation|XVector"
@@ -62,7 +62,7 @@ def refuse_without_decoder(config: Config, architecture: str) -> None:
     if config.has("_class_name", "_diffusers_version"):
         kind = "a diffusion model"
     elif architecture not in known.model_types and (
-        model_type in known.without_decoder or _TASKS.search(architecture)
+        model_type in known.without_decoder or re.search(_TASKS, architecture)
     ):
         kind = "an encoder, vision or audio model without a decoder"
     if kind:

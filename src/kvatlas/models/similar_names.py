@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from typing import NamedTuple
 
 from kvatlas.models.known_models import catalogue
 
-_PARTS = re.compile(r"a\d+(?:\.\d+)?b(?![a-z])|\d+(?:\.\d+)*[bm]?(?![a-z])|[a-z]+|\d+")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)([bm])")
+_PARTS = r"a\d+(?:\.\d+)?b(?![a-z])|\d+(?:\.\d+)*[bm]?(?![a-z])|[a-z]+|\d+"
+_SIZE = r"(\d+(?:\.\d+)?)([bm])"
 _MOST = 3
 
 
@@ -38,6 +37,8 @@ def similar_names(text: str) -> list[str]:
     >>> similar_names("Qwen3-14B")
     ['Qwen3-8B', 'Qwen3-30B-A3B', 'Qwen3-32B']
     """
+    import difflib  # only needed if a name is unknown
+
     wanted = _parsed(text.rpartition("/")[2])
     known = {name: _parsed(name) for name in catalogue()}
     families = {one.family for one in known.values()}
@@ -51,7 +52,7 @@ def similar_names(text: str) -> list[str]:
 
 
 def _parsed(name: str) -> _Name:
-    parts = tuple(_PARTS.findall(name.lower()))
+    parts = tuple(re.findall(_PARTS, name.lower()))
     sizes = [float(n) * (1 if unit == "b" else 1e-3) for n, unit in _sizes(parts)]
     words = [part for part in parts if part.isalpha()]
     versions = [part for part in parts if re.fullmatch(r"\d+(?:\.\d+)*", part)]
@@ -65,7 +66,7 @@ def _sizes(parts: tuple[str, ...]) -> list[tuple[str, str]]:
 
     Numbers of active parameters, such as `a22b`, are skipped.
     """
-    return [found.groups() for part in parts if (found := _SIZE.fullmatch(part))]  # type: ignore[misc]
+    return [found.groups() for part in parts if (found := re.fullmatch(_SIZE, part))]  # type: ignore[misc]
 
 
 def _distance(wanted: _Name, known: _Name) -> tuple[float, ...]:

@@ -6,7 +6,6 @@ Each of them becomes a `Source`: a mapping with a name and an origin.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
 import threading
@@ -28,7 +27,7 @@ LARGEST_INDEX = 128 * 2**20
 LONGEST_SILENCE = 0.8
 """Seconds to wait for a response from the hub before it counts as unreachable."""
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = r"[\w.-]+/[\w.-]+"
 _HINT = "Pass the path of the model's config.json"
 
 
@@ -71,7 +70,7 @@ def _from_name(source: str | os.PathLike[str]) -> Source:
         return _from_file(path)._replace(origin=text)
     if (entry := find(text)) is not None:
         return _from_entry(entry)
-    if _HUB_ID.fullmatch(text):
+    if re.fullmatch(_HUB_ID, text):
         return _from_file(_from_hub(text))._replace(name=text, origin=f"hub: {text}")
     close = similar_names(text)
     raise AtlasError(
@@ -113,6 +112,8 @@ def _from_file(path: Path) -> Source:
 
 def _json_object(path: Path, largest: int = LARGEST_FILE) -> dict[str, Any]:
     """Return the object in an untrusted JSON file of at most `largest` bytes."""
+    import json  # slow to import, and only needed for a file
+
     try:
         if path.exists() and not path.is_file():
             raise _unreadable(path, "not a regular file", "Pass the path of a config.json")

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping
 
 from kvatlas.models.config import Config
 
-_MAY_CHANGE = re.compile(
+_MAY_CHANGE = (
     r"(^|_)kv_|_kv(_|$)|head|window|layer_types|index|conv|state"
     r"|query_group|num_groups$|gqa|multi_query|(^|_)(local|global)_|att(entio)?n_layers"
     r"|(^|_)(cla|recurrent|sink|value_dim)(_|$)|cross_(decoder_)?layers|compress_rat|memory_tokens"
 )
 
 # These keys change computations, weights, training or inputs, but not the caches.
-_HARMLESS = re.compile(
+_HARMLESS = (
     r"^(lm_head|tie_|use_lm_head|output_hidden_states|initializer|head_wise|headwise|softmax|"
     r"rope|rotary|partial_rotary|mrope|query_pre_attn|use_head|attn_head_scale|heads_per_ngram|"
     r"indexer_rope|index_n_heads|index_topk|index_share|index_local|index_block|index_init|"
@@ -30,7 +30,7 @@ _HARMLESS = re.compile(
     r"|head_type|ffn|experts?(_|$)|lm_head|conv_act|conv_use|head_scale|logit|deepstack"
     r"|num_attention_heads_per_layer|first_layer_fusion|mhc|gate|checkpoint|intermediate"
 )
-_NO_CACHE = re.compile(
+_NO_CACHE = (
     r"quant|rope|compression_config|task_specific|generation|auto_map|id2label|depth_decoder"
 )
 """Sections whose keys never change the caches, or are read elsewhere."""
@@ -44,7 +44,7 @@ def may_change_caches(key: str) -> bool:
     >>> may_change_caches("num_global_key_value_heads"), may_change_caches("hidden_act")
     (True, False)
     """
-    return bool(_MAY_CHANGE.search(key)) and not _HARMLESS.search(key)
+    return bool(re.search(_MAY_CHANGE, key)) and not re.search(_HARMLESS, key)
 
 
 def unread_warnings(config: Config) -> list[str]:
@@ -55,7 +55,7 @@ def unread_warnings(config: Config) -> list[str]:
     return [
         f"{key} was not read, and may change the caches: {_short(value)}"
         for name in config.unread_keys()
-        if not _HARMLESS.search(name)
+        if not re.search(_HARMLESS, name)
         for key, value in _suspects(name, config.get(name))
     ]
 
@@ -78,7 +78,7 @@ def _suspects(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, o
     key = name.rpartition(".")[2]
     if may_change_caches(key):
         yield name, value
-    elif depth < _DEEPEST and not _HARMLESS.search(key) and not _NO_CACHE.search(key):
+    elif depth < _DEEPEST and not re.search(_HARMLESS, key) and not re.search(_NO_CACHE, key):
         parts = value if isinstance(value, list | tuple) else [value]
         inner = (part for part in parts if isinstance(part, Mapping))
         for name_of, held in next(inner, {}).items():

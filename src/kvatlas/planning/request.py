@@ -16,7 +16,7 @@ from kvatlas.specs import Spec
 
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {f"{unit}I": 2 ** (10 * power) for power, unit in enumerate("KMGT", start=1)}
-_QUANTITY = re.compile(r"\s*(\d{1,18})(?:\.(\d{1,9}))?\s*([KMGT]?I?)(B?)\s*", re.IGNORECASE)
+_QUANTITY = r"(?i)\s*(\d{1,18})(?:\.(\d{1,9}))?\s*([KMGT]?I?)(B?)\s*"
 
 
 class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ def length(value: int | str) -> int:
 def _parse(value: int | str, units: dict[str, int], *, cased: bool = False) -> int:
     if not isinstance(value, str):
         return value
-    match = _QUANTITY.fullmatch(value)
+    match = re.fullmatch(_QUANTITY, value)
     unit = match[3] if match and cased else match[3].upper() if match else None
     if match is None or unit not in units or (cased and match[4]):
         raise AtlasError(

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import StateSpans, StridedRuns
+from kvatlas.geometry import StateSpans, StridedRuns, merge_runs
 from kvatlas.geometry.address_arrays import Int64s, join_copies, refuse_too_many
 from kvatlas.geometry.integers import INT64_MAX, natural
 from kvatlas.geometry.state_spans import SpanStarts
@@ -208,17 +208,22 @@ class CompiledPair(NamedTuple):
     whole: list[RepeatedRuns]
 
 
-def compile_pair(pair: GroupPair, strips: Sequence[StridedRuns]) -> CompiledPair:
+def compile_pair(
+    pair: GroupPair, strips: Sequence[StridedRuns], unused: Sequence[StridedRuns] = ()
+) -> CompiledPair:
     """Compile the runs between two groups, given as strips (`StridedRuns`).
 
     The result has runs for single states and, if possible, for cells. A cell is a kernel block, or
-    several contiguous kernel blocks.
+    several contiguous kernel blocks. `unused` are runs of unused bytes to copy with each whole
+    cell.
     """
     source, destination = pair.cells
-    fold = pair.per_state is not None and source.states == destination.states
-    return CompiledPair(
-        pair, repeated(strips), repeated(fold_states(strips, source.states) if fold else ())
-    )
+    if pair.per_state is None:  # The state of a recurrent layer is a whole block.
+        return CompiledPair(pair, repeated(merge_runs([*strips, *unused])), [])
+    if source.states != destination.states:
+        return CompiledPair(pair, repeated(strips), [])
+    whole = fold_states(strips, source.states, unused)
+    return CompiledPair(pair, repeated(strips), repeated(whole))
 
 
 def repeated(

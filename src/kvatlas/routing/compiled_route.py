@@ -16,6 +16,7 @@ from kvatlas.routing.converting_compiler import ConvertedBox, ConvertingCompiler
 from kvatlas.routing.element_casts import CastPairs, cast_patterns, compile_casts
 from kvatlas.routing.request import RequestEnds
 from kvatlas.routing.run_grids import SpanPattern
+from kvatlas.routing.unused_bytes import UnusedRuns
 
 _V = TypeVar("_V")
 
@@ -40,12 +41,20 @@ class CompiledRoute:
         source_rank: int,
         destination_rank: int,
         names: frozenset[str] | None,
+        unused: UnusedRuns,
     ) -> list[CompiledPair]:
-        """Return the runs between two ranks, one `CompiledPair` per pair of groups."""
+        """Return the runs between two ranks, one `CompiledPair` per pair of groups.
+
+        `unused` returns the runs of unused bytes that are copied between the ranks.
+        """
         chosen = (source_rank, destination_rank, names)
 
         def compiled() -> list[CompiledPair]:
-            return [compile_pair(pair, own) for pair, own in compiler.strips(*chosen).items()]
+            filled = unused(*chosen)
+            return [
+                compile_pair(pair, own, filled.get(pair, ()))
+                for pair, own in compiler.strips(*chosen).items()
+            ]
 
         return _cached(self._pairs, (compiler, *chosen), compiled)
 

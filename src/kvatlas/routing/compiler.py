@@ -213,10 +213,18 @@ class Compiler:
                 (source.tp_rank for source in needed.sources),
                 key=lambda rank: (first + rank not in must, abs(rank - near), rank),
             )
-            source = next(source for source in needed.sources if source.tp_rank == rank)
+            near_part = self._near_part(layer, needed.part)
+            source = min(
+                (source for source in needed.sources if source.tp_rank == rank),
+                key=lambda source: abs(source.part - near_part),
+            )
             chosen[first + rank][layer].append(needed._replace(sources=(source,)))
         self._chosen[destination_rank] = dict(chosen)
         return self._chosen[destination_rank]
+
+    def _near_part(self, layer: str, part: int) -> int:
+        """Return the source part at the same relative position as a destination part."""
+        return part * len(self.source.parts[layer]) // len(self.destination.parts[layer])
 
     def _needed(self, layer: str, destination_tp_rank: int) -> Iterator[NeededShard]:
         """Yield each row range of a layer that a rank needs, with the source ranks that hold it."""

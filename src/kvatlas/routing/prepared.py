@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import StridedRuns
+from kvatlas.geometry import StridedRuns, merge_runs
 from kvatlas.geometry.address_arrays import Int64s, fill_descriptors
 from kvatlas.geometry.integers import natural
 from kvatlas.geometry.state_spans import SpanStarts
@@ -104,6 +104,7 @@ class PreparedRoute:
     def __init__(
         self,
         strips: Mapping[GroupPair, Sequence[StridedRuns]],
+        unused: Mapping[GroupPair, Sequence[StridedRuns]],
         source: RankMemory,
         destination: RankMemory,
     ) -> None:
@@ -112,7 +113,7 @@ class PreparedRoute:
         first = [0, 0]
         for pair, own in strips.items():
             chunk = chunk_of(pair)
-            for state, runs in _by_chunk(pair, own, chunk):
+            for state, runs in _by_chunk(pair, own, unused.get(pair, ()), chunk):
                 grid = DescriptorGrid(pair, runs, state, chunk, (first[0], first[1]))
                 self.grids.append(grid)
                 for end in (0, 1):
@@ -212,19 +213,21 @@ def chunk_of(pair: GroupPair) -> int:
 
 
 def _by_chunk(
-    pair: GroupPair, strips: Sequence[StridedRuns], chunk: int
+    pair: GroupPair, strips: Sequence[StridedRuns], unused: Sequence[StridedRuns], chunk: int
 ) -> Iterator[tuple[Ends, RepeatedRuns]]:
     """Extend the runs of single states to the `chunk` states of a chunk.
 
     Yield (distances, runs). The distances are the bytes between consecutive states in the source
-    and in the destination. They are 0 if a kernel block has only one chunk.
+    and in the destination. They are 0 if a kernel block has only one chunk. `unused` are runs of
+    unused bytes to copy with a kernel block.
     """
     if pair.per_state is None:
-        yield from (((0, 0), runs) for runs in repeated(strips))
+        yield from (((0, 0), runs) for runs in repeated(merge_runs([*strips, *unused])))
         return
     by_state: dict[Ends, list[StridedRuns]] = defaultdict(list)
     whole = pair.cells[0].states == pair.cells[1].states == chunk
     for strip in strips:
         by_state[(0, 0) if whole else strip.state_strides].append(strip)
     for state, alike in by_state.items():
-        yield from ((state, runs) for runs in repeated(fold_states(alike, chunk)))
+        others = unused if whole else ()
+        yield from ((state, runs) for runs in repeated(fold_states(alike, chunk, others)))

@@ -30,6 +30,7 @@ from kvatlas.routing.prepared import Base, PreparedRoute, RankMemory
 from kvatlas.routing.request import RequestEnds
 from kvatlas.routing.streams import Stream
 from kvatlas.routing.token_ranges import shared_visibility
+from kvatlas.routing.unused_bytes import UnusedBytesOfBlocks, UnusedRuns, no_unused_runs
 
 
 class Route:
@@ -80,6 +81,8 @@ class Route:
         joined = padding_between(*ends, self.layers) if plain else {}
         self._compiler = self._converter or Compiler(*ends, visibilities, joined)
         self._arrivals = Compiler(ends[1], ends[1], visibilities, joined)
+        self._unused = UnusedBytesOfBlocks(self._compiler) if plain else None
+        """Finds the unused bytes to copy; None if the route copies none."""
         self._compiled = CompiledRoute()
 
     def __repr__(self) -> str:
@@ -280,8 +283,10 @@ class Route:
         """Return descriptors of all blocks of two ranks, for transports that register them."""
         self._refuse_converting()
         source_rank = self._checked_source(source_rank, destination_rank)
+        chosen = source_rank, int(destination_rank), self._checked_layers(layers)
         return PreparedRoute(
-            self._compiler.strips(source_rank, int(destination_rank), self._checked_layers(layers)),
+            self._compiler.strips(*chosen),
+            self._unused_runs(self._compiler)(*chosen),
             RankMemory(self.source, source_rank, source_base, source_device),
             RankMemory(
                 self.destination, int(destination_rank), destination_base, destination_device
@@ -331,7 +336,16 @@ class Route:
         layers: Iterable[str] | None,
     ) -> list[CompiledPair]:
         names = self._checked_layers(layers)
-        return self._compiled.pairs(compiler, source_rank, destination_rank, names)
+        return self._compiled.pairs(
+            compiler, source_rank, destination_rank, names, self._unused_runs(compiler)
+        )
+
+    def _unused_runs(self, compiler: Compiler) -> UnusedRuns:
+        if self._unused is None:
+            return no_unused_runs
+        if compiler is self._arrivals:
+            return partial(self._unused.arriving, compiler)
+        return self._unused.copied
 
     def _refuse_converting(self) -> None:
         """Raise an error if the route converts: source and destination bytes then differ."""
@@ -381,9 +395,10 @@ def route(
     `destination_scales`. A layer that has one format at both ends is copied unchanged, so its
     scales must be equal where both are given.
 
-    Some formats pad each row. If both plans declare the same padding after a field, it is copied
-    with the field, because skipping it would split a run for every state. All byte counts include
-    this padding. Pass `padding=False` to skip it, for example to store only bytes with content.
+    Padding is copied where skipping it would split runs: padding after each row that both plans
+    declare, and bytes that nothing uses in a block that is copied whole, if both plans place the
+    pages of its group alike. Equal plans then need one run for contiguous blocks. All byte counts
+    include this padding. Pass `padding=False` to skip it, for example to store only content.
     """
     return Route(
         source,

@@ -266,7 +266,7 @@ def _sections(compiled: CompiledPair, states: CommonStates) -> Iterator[StreamSe
     apart, cell = compiled._replace(whole=[]), compiled.pair.cells[0].states
     if not compiled.whole or not (states.side_by_side or cell == 1):
         yield from _of_states(apart, states, 0, states.total)
-    elif max(_runs(compiled.states, 1, cell), _runs(compiled.whole, 1, 1)) <= CHUNK_RUNS:
+    elif _alike(compiled) and _in_chunk(compiled):
         chunk = cell * (CHUNK_RUNS // _runs(compiled.whole, 1, 1))
         state_bytes = _bytes(compiled.states)
         yield StreamSection(compiled, states, 0, states.total, chunk, 1, state_bytes)
@@ -278,6 +278,17 @@ def _sections(compiled: CompiledPair, states: CommonStates) -> Iterator[StreamSe
         yield from _of_states(apart, states, 0, first)
         yield from _of_cells(compiled._replace(states=[]), states, first, last)
         yield from _of_states(apart, states, last, states.total)
+
+
+def _alike(compiled: CompiledPair) -> bool:
+    """Return whether a whole kernel block has the bytes of its states and no unused ones."""
+    return _bytes(compiled.whole) == compiled.pair.cells[0].states * _bytes(compiled.states)
+
+
+def _in_chunk(compiled: CompiledPair) -> bool:
+    """Return whether a kernel block fits into a chunk, copied whole or state by state."""
+    cell = compiled.pair.cells[0].states
+    return max(_runs(compiled.states, 1, cell), _runs(compiled.whole, 1, 1)) <= CHUNK_RUNS
 
 
 def _of_states(

@@ -206,7 +206,7 @@ def test_requests_move_in_sums_behind_both_ends_marks(name: str) -> None:
             assert session.pull("r", **about).wait(20).ready
         right, _ = oracle.expected(move, 0, poison)
         for index, pool in pools.items():
-            assert np.array_equal(pool, right.pools[index])
+            assert np.array_equal(pool, right.beside(index, pool))
         # Nobody synchronizes: both queues follow this end's mark, the source's is looked at.
         acts = [what for what, _ in driver.log]
         assert acts == ["record", "after", "after", "finished", "post", "end"]

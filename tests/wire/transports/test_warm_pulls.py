@@ -145,7 +145,7 @@ def test_warm_pulls_of_any_length_move_every_element_between_other_blocks(name: 
             assert transfer.wait(20).moved == transfer.total
             right, _ = oracle.expected(move, 0, poison)
             for index, pool in ends.pools.items():
-                assert np.array_equal(pool, right.pools[index]), tokens
+                assert np.array_equal(pool, right.beside(index, pool)), tokens
 
 
 def test_ranks_are_warm_one_by_one_and_make_up_a_request_together() -> None:
@@ -183,7 +183,7 @@ def test_ranks_are_warm_one_by_one_and_make_up_a_request_together() -> None:
         assert begun == 2
         assert transfer.wait(20).moved == transfer.total
         right, _ = oracle.expected(move, 0, poison)
-        assert all(np.array_equal(pool, right.pools[index]) for index, pool in pools.items())
+        assert all(np.array_equal(pool, right.beside(index, pool)) for index, pool in pools.items())
         transfer, begun = pull("half", 0)
         assert begun == 1
         assert code_of(transfer.wait) is Code.UNKNOWN_REQUEST

@@ -114,10 +114,9 @@ def named_format(name: str) -> Format:
     return format_
 
 
-_IN_NAMES = re.compile(
-    r"(?<![a-z0-9])(fp8|nvfp4|fp4|mxfp4|mxfp8|int8|int4|nf4|awq|gptq|w4a16|w8a8|w8a16|bnb-4bit"
-    r"|i?q[2-8]_(?:k|[01]|xs|nl)(?:_[sml])?)(?![a-z0-9])",
-    re.IGNORECASE,
+_IN_NAMES = (
+    r"(?i)(?<![a-z0-9])(fp8|nvfp4|fp4|mxfp4|mxfp8|int8|int4|nf4|awq|gptq|w4a16|w8a8|w8a16|bnb-4bit"
+    r"|i?q[2-8]_(?:k|[01]|xs|nl)(?:_[sml])?)(?![a-z0-9])"
 )
 
 
@@ -127,5 +126,5 @@ def format_in_name(name: str) -> str:
     >>> format_in_name("nvidia/Llama-3.1-70B-Instruct-FP8"), format_in_name("Qwen3-8B")
     ('fp8', '')
     """
-    found = _IN_NAMES.findall(name)
+    found = re.findall(_IN_NAMES, name)
     return found[-1].lower() if found else ""

@@ -30,10 +30,10 @@ class NamePatterns:
     def __init__(self, patterns: Iterable[Any], *, inside: bool = False) -> None:
         self._inside = inside
         texts = [text for text in patterns if isinstance(text, str) and len(text) < 1000]
-        plain_names = [text for text in texts if not _WILD.search(text)]
+        plain_names = [text for text in texts if not re.search(_WILD, text)]
         self._exact = frozenset(_level(text) for text in plain_names)
         self._words = frozenset(text for text in plain_names if "." not in text)
-        wild = {text: _expression(text) for text in texts if _WILD.search(text)}
+        wild = {text: _expression(text) for text in texts if re.search(_WILD, text)}
         parts = [part for part in wild.values() if part]
         self.unread = tuple(text for text, part in wild.items() if not part)
         self._expression = re.compile("|".join(parts)) if parts else None
@@ -54,19 +54,19 @@ class NamePatterns:
         return any(self._expression.match(f"{prefix}{name}") for prefix in ("", "model."))
 
 
-_WILD = re.compile(r"[*?\[]|^re:")
-_PREFIX = re.compile(r"^(?:(?:model|language_model|backbone|language|llm)\.)+")
+_WILD = r"[*?\[]|^re:"
+_PREFIX = r"^(?:(?:model|language_model|backbone|language|llm)\.)+"
 _CALLED = {
     "ffn": "mlp", "block_sparse_moe": "mlp", "attn": "self_attn", "head": "lm_head",
     "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj",
 }  # fmt: skip
 # Allows only repetitions of single characters, which match short names quickly.
-_SAFE = re.compile(r"(?:\\d[+*]?|\\.|\.\*|\[[\w-]+\][+*]?|\(\?:\\\.\.\*\)\?|[\w:,/-]|[.^$|()])*")
+_SAFE = r"(?:\\d[+*]?|\\.|\.\*|\[[\w-]+\][+*]?|\(\?:\\\.\.\*\)\?|[\w:,/-]|[.^$|()])*"
 _SHARED = ("shared_expert", "share_expert", "shared_mlp")
 
 
 def _level(name: str) -> str:
-    words = [_CALLED.get(word, word) for word in _PREFIX.sub("", name).split(".")]
+    words = [_CALLED.get(word, word) for word in re.sub(_PREFIX, "", name).split(".")]
     return ".".join("shared_experts" if word in _SHARED else word for word in words)
 
 
@@ -78,7 +78,7 @@ def _expression(pattern: str) -> str:
         end = "" if pattern.endswith("*") else r"(?:\..*)?$"
         level = re.escape(_level(pattern))
         expression = level.replace(r"\*", ".*").replace(r"\?", ".") + end
-    if expression.count("*") > 6 or not _SAFE.fullmatch(expression):
+    if expression.count("*") > 6 or not re.fullmatch(_SAFE, expression):
         return ""
     try:
         re.compile(expression)
