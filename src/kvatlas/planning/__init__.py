@@ -6,6 +6,8 @@ It returns a `Plan`, which is pure data.
 """
 
 from kvatlas.planning.backends import BACKENDS, Backend, backends_of
+from kvatlas.planning.exchange_document import BlockTables, CacheDocument
+from kvatlas.planning.exchange_plans import from_exchange, to_exchange
 from kvatlas.planning.fitting import Fit, Fitting, Topology, fit
 from kvatlas.planning.foreign_memory import foreign
 from kvatlas.planning.plan_parts import FieldPlacement, Group, Pool, PoolSegment, Region
@@ -16,6 +18,8 @@ from kvatlas.planning.report import Padding, padding
 __all__ = [
     "BACKENDS",
     "Backend",
+    "BlockTables",
+    "CacheDocument",
     "FieldPlacement",
     "Fit",
     "Fitting",
@@ -30,6 +34,8 @@ __all__ = [
     "backends_of",
     "fit",
     "foreign",
+    "from_exchange",
     "padding",
     "plan",
+    "to_exchange",
 ]
