@@ -22,12 +22,15 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from kvatlas.planning import to_exchange
+import msgspec
+
+from kvatlas.planning import BlockTables, CacheDocument, to_exchange
 from tests.planning.exchange import brute_force
 from tests.planning.exchange.corpus_plans import IDENTITY, PLANS, SCALES
 from tests.planning.exchange.hostile import hostile_cases
 
 CORPUS = Path(__file__).parent / "corpus"
+ROOT = Path(__file__).parents[3]
 Json = dict[str, Any]
 
 
@@ -43,7 +46,7 @@ def listing(value: Json) -> bytes:
 
 def tables_of(document: Json, digest: str, rng: random.Random) -> Json:
     """Block tables of a request with random ids; windows lack the blocks before them."""
-    first, stop = rng.choice([(0, 40), (5, 37), (16, 50), (0, 33)])
+    first, stop = rng.choice([(0, 33), (5, 33), (14, 33), (0, 20)])
     most = {
         layer["group"]: min(field["axes"]["B"][0][0] for field in layer["fields"])
         for layer in document["layers"]
@@ -107,7 +110,7 @@ def copy_cases(documents: dict[str, Json], rng: random.Random) -> Json:
     cases: Json = {}
     for names in alike.values():
         for place, name in enumerate(names):
-            for other in {names[place - 1], names[(place + 3) % len(names)]}:
+            for other in sorted({names[place - 1], names[(place + 3) % len(names)]} - {name}):
                 ends = [
                     {
                         "document": f"{one}.json",
@@ -182,6 +185,19 @@ def write(folder: Path) -> None:
     (folder / "expected.json").write_bytes(listing(expected))
 
 
+def schema() -> Json:
+    """The JSON Schema of documents and of block tables."""
+    made, parts = msgspec.json.schema_components(
+        (CacheDocument, BlockTables), ref_template="#/$defs/{name}"
+    )
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Documents and block tables of the exchange format, version 1",
+        "anyOf": list(made),
+        "$defs": parts,
+    }
+
+
 def end_tokens(folder: Path, case: Json) -> bool:
     """Whether a copy is between states after different tokens."""
     if "copy" not in case:
@@ -197,3 +213,5 @@ def end_tokens(folder: Path, case: Json) -> bool:
 
 if __name__ == "__main__":
     write(CORPUS)
+    text = json.dumps(schema(), indent=1, sort_keys=True) + "\n"
+    (ROOT / "docs/reference/exchange.schema.json").write_text(text)
