@@ -6,12 +6,9 @@ const MOST = Number.MAX_SAFE_INTEGER;
 const ITEMS = { fp32: 4, bf16: 2, fp16: 2, e4m3: 1, e5m2: 1, e2m1: 1, nvfp4: 1, mxfp4: 1, ue8m0: 1,
   int8: 1, int4: 1, uint8: 1, uint4: 1, uint3: 1 };
 
-export class Refusal extends Error {
-  constructor(code) { super(code); this.code = code; }
-}
+export class Refusal extends Error { constructor(code) { super(code); this.code = code; } }
 const check = (condition, code) => { if (!condition) throw new Refusal(code); };
 const sum = (numbers) => numbers.reduce((one, other) => one + other, 0);
-const product = (numbers) => numbers.reduce((one, other) => one * other, 1);
 
 export function canonical(value) {
   if (Array.isArray(value)) return `[${value.map(canonical).join(",")}]`;
@@ -21,13 +18,11 @@ export function canonical(value) {
 }
 
 // A structure is a function of a value that is true if the value has this structure.
-const integer = (least, most = MOST) => (value) =>
-  Number.isSafeInteger(value) && value >= least && value <= most;
+const integer = (least, most = MOST) => (value) => Number.isSafeInteger(value) && value >= least && value <= most;
 const text = (pattern) => (value) => typeof value === "string" && pattern.test(value);
 const list = (one, least = 0, most = Infinity) => (value) =>
   Array.isArray(value) && value.length >= least && value.length <= most && value.every(one);
-const pair = (one, other) => (value) =>
-  Array.isArray(value) && value.length === 2 && one(value[0]) && other(value[1]);
+const pair = (one, other) => (value) => Array.isArray(value) && value.length === 2 && one(value[0]) && other(value[1]);
 const maybe = (one) => (value) => value === null || one(value);
 const plain = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
 const object = (keys, optional = {}) => (value) => plain(value) &&
@@ -36,9 +31,8 @@ const object = (keys, optional = {}) => (value) => plain(value) &&
     : Object.hasOwn(optional, key) && optional[key](value[key]));
 
 const number = integer(0), count = integer(1), name = text(/^[ !#-\[\]-~]{1,256}$/);
-const digest = text(/^[0-9a-f]{64}$/);
-const axes = (value) => plain(value) &&
-  Object.entries(value).every(([axis, steps]) => /^[A-Z]$/.test(axis) && list(pair(count, number), 1, 8)(steps));
+const axes = (value) => plain(value) && Object.entries(value).every(([axis, steps]) =>
+  /^[A-Z]$/.test(axis) && list(pair(count, number), 1, 8)(steps));
 const FIELD = object({ name, dtype: name, region: number, offset: number, axes, shard: number },
   { scale: text(/^[0-9a-f]{8}$/) });
 const LAYER = object({ name, index: number, group: number, fields: list(FIELD, 1) });
@@ -48,16 +42,14 @@ const SHARD = object({ axis: text(/^[A-Z]?$/), size: count, ranks: list(maybe(li
 const HEAD = { format: () => true, version: () => true };
 const DOCUMENT = object({ ...HEAD, model: name, identity: text(/^([0-9a-f]{64})?$/), ranks: integer(1, 65536),
   regions: list(count, 1), groups: list(GROUP, 1), shards: list(SHARD, 1), layers: list(LAYER, 1) });
-const TABLES = object({ ...HEAD, cache: digest,
+const TABLES = object({ ...HEAD, cache: text(/^[0-9a-f]{64}$/),
   tables: list(object({ group: number, tokens: pair(number, number), blocks: list(maybe(number)) })) });
 
 function decode(bytes, format, structure) {
   let value;
   try {
     value = JSON.parse(new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(bytes));
-  } catch (problem) {
-    throw new Refusal("unreadable");
-  }
+  } catch { check(false, "unreadable"); }
   check(plain(value) && value.format === format && count(value.version), "bad_exchange");
   check(value.version === 1, "unlike_versions");
   check(structure(value), "bad_exchange");
@@ -76,13 +68,12 @@ export function readDocument(bytes) {
   check(fields.every(axesFit), "bad_field");
   check(partsAgree(fields), "bad_field");
   for (const { field, item } of fields) {
-    const numbers = [field.offset, ...Object.values(field.axes).flat().map((step) => step[1])];
-    check(numbers.every((one) => one % item === 0), "misaligned");
+    const strides = Object.values(field.axes).flat().map((step) => step[1]);
+    check([field.offset, ...strides].every((one) => one % item === 0), "misaligned");
   }
   for (const one of fields) check(place(one).stop <= document.regions[one.field.region], "out_of_bounds");
   checkOverlap(fields);
-  const sha256 = createHash("sha256").update(bytes).digest("hex");
-  return { ...document, all: fields, digest: sha256 };
+  return { ...document, all: fields, digest: createHash("sha256").update(bytes).digest("hex") };
 }
 
 function checkReferences({ layers, groups, regions, shards }) {
@@ -100,7 +91,7 @@ function checkReferences({ layers, groups, regions, shards }) {
 }
 
 const heldRows = (ranges) => sum(ranges.map((range) => range[1]));
-const total = (steps) => product(steps.map((step) => step[0]));
+const total = (steps) => steps.reduce((many, [size]) => many * size, 1);
 
 function shardFits({ axis, size, ranks }, count) {
   const held = ranks.filter((ranges) => ranges !== null);
@@ -124,20 +115,17 @@ function content({ field, shard, group }) {
   const rows = Object.fromEntries(Object.entries(field.axes).filter(([axis]) => axis !== "B" && axis !== "N")
     .map(([axis, steps]) => [axis, axis === shard.axis ? shard.size : total(steps)]));
   const perState = group.holds === "tokens" ? group.tokens / total(field.axes.N) : 0;
-  return { sizes: canonical([rows, shard.axis, group.holds, perState]), numbers: canonical([field.dtype, field.scale ?? ""]) };
+  const sizes = canonical([rows, shard.axis, group.holds, perState]);
+  return { sizes, numbers: canonical([field.dtype, field.scale ?? ""]) };
 }
 
 function partsAgree(fields) {
-  const first = new Map(), names = new Map();
-  const listed = (layer) => canonical([...new Set(layer.fields.map((field) => field.name))].sort());
-  for (const one of fields) {
-    const key = canonical([one.layer.name, one.field.name]), own = canonical(content(one));
-    if (!first.has(key)) first.set(key, own);
-    if (!names.has(one.layer.name)) names.set(one.layer.name, listed(one.layer));
-    if (first.get(key) !== own || names.get(one.layer.name) !== listed(one.layer)) return false;
-    if (one.layer.fields.filter((field) => field.name === one.field.name).length > 1) return false;
-  }
-  return true;
+  const seen = new Map(), agree = (key, value) => (seen.get(key) ?? seen.set(key, value).get(key)) === value;
+  return fields.every((one) => {
+    const names = one.layer.fields.map((field) => field.name).sort();
+    return new Set(names).size === names.length && agree(canonical(one.layer.name), canonical(names)) &&
+      agree(canonical([one.layer.name, one.field.name]), canonical(content(one)));
+  });
 }
 
 // The extent of a field in its region: its axes of more than one coordinate, the outermost first.
@@ -150,8 +138,8 @@ const extent = (start, steps, item) =>
 
 function checkOverlap(fields) {
   for (const one of fields) {
-    let { steps, item: span } = place(one);
-    for (const [size, stride] of [...steps].reverse()) {
+    let span = one.item;
+    for (const [size, stride] of place(one).steps.reverse()) {
       check(stride >= span, "overlap");
       span += (size - 1) * stride;
     }
@@ -212,9 +200,9 @@ export function readTables(bytes, document) {
     const span = group.tokens * group.context, tokens = group.holds === "tokens";
     const from = tokens ? Math.floor(first / span) : 0, to = tokens ? Math.ceil(stop / span) : 1;
     if (first === stop) continue;
-    check(to <= blocks.length && (tokens || blocks.length === 1), "missing_blocks");
-    check(blocks.slice(from, to).every((block) => block !== null), "missing_blocks");
-    for (const block of blocks.slice(from, to)) {
+    const needed = blocks.slice(from, to);
+    check(to <= blocks.length && (tokens || blocks.length === 1) && !needed.includes(null), "missing_blocks");
+    for (const block of needed) {
       check(block < most.get(index), "out_of_range");
       check(!taken.has(`${group.pool} ${block}`), "twice");
       taken.add(`${group.pool} ${block}`);
@@ -243,12 +231,11 @@ function held({ layer, field, group, shard, item }, tables, rank) {
     }
   }
   const local = positions(axes[shard.axis] ?? []);
-  let place = 0;
   for (const [start, length] of shard.ranks[rank]) {
-    for (let row = start; row < start + length; row++) rows.set(row, local[place++]);
+    for (let row = start; row < start + length; row++) rows.set(row, local[rows.size]);
   }
   const others = Object.keys(axes).filter((axis) => axis !== shard.axis).sort();
-  return { states, rows, others: positions(others.flatMap((axis) => axes[axis])), item, region: field.region };
+  return { states, rows, others: positions(others.flatMap((axis) => axes[axis])), item, region: field.region, stop };
 }
 
 export function runs({ document, tables, rank }, layer, field, range) {
@@ -271,7 +258,7 @@ export function runs({ document, tables, rank }, layer, field, range) {
 
 export function copy(source, destination) {
   check(source.document.identity === destination.document.identity, "different_identity");
-  for (const { document, rank } of [source, destination]) check(rank < document.ranks, "bad_rank");
+  check([source, destination].every(({ document, rank }) => rank < document.ranks), "bad_rank");
   const keys = ({ document }, key) => canonical([...new Set(document.all.map(key))].sort());
   const both = (key, code) => check(keys(source, key) === keys(destination, key), code);
   both((one) => one.layer.name, "missing_layers");
@@ -280,12 +267,11 @@ export function copy(source, destination) {
   const found = [];
   const on = ({ document, rank }) => document.all.filter(({ shard }) => shard.ranks[rank] !== null);
   for (const one of on(destination)) {
-    const parts = on(source).filter((other) => other.layer.name === one.layer.name && other.field.name === one.field.name);
     const there = held(one, destination.tables, destination.rank), done = new Set();
-    for (const part of parts) {
+    for (const part of on(source)) {
+      if (part.layer.name !== one.layer.name || part.field.name !== one.field.name) continue;
       const here = held(part, source.tables, source.rank);
-      const stops = [[source, part], [destination, one]].map(([end, own]) => end.tables.get(own.layer.group).tokens[1]);
-      check(one.group.holds !== "state" || stops[0] === stops[1], "bad_tokens");
+      check(one.group.holds !== "state" || here.stop === there.stop, "bad_tokens");
       for (const [row, to] of there.rows) {
         if (!here.rows.has(row) || done.has(row)) continue;
         done.add(row);
@@ -308,8 +294,7 @@ function joined(found) {
   for (const run of found) {
     const last = out.at(-1), nbytes = last?.at(-1);
     const follows = last && run.slice(0, -1).every((at, n) => at === last[n] + (n % 2 ? nbytes : 0));
-    if (follows) last[last.length - 1] += run.at(-1);
-    else out.push(run);
+    follows ? (last[last.length - 1] += run.at(-1)) : out.push(run);
   }
   return out;
 }

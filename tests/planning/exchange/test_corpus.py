@@ -158,7 +158,9 @@ def test_the_schema_accepts_the_corpus() -> None:
         file = CASES[name].get("tables" if name.startswith("hostile/tables") else "document", "")
         if "hostile/" not in file or EXPECTED[name]["refused"] in ("unreadable", "not_canonical"):
             continue
-        value = json.loads(text_of(file)) if name != "hostile/deep" else 0
+        if name in ("hostile/deep", "hostile/long-number"):  # more than Python's json accepts
+            continue
+        value = json.loads(text_of(file))
         wrong = not check.is_valid(value)
         refused += wrong
         assert not wrong or EXPECTED[name]["refused"] in ("bad_exchange", "unlike_versions"), name
@@ -173,7 +175,7 @@ def test_structs_have_the_keys_of_the_schema() -> None:
 def test_a_model_that_disagrees_is_refused() -> None:
     for model, code in (
         (Model.load("Qwen3-8B"), "unknown_layer"),
-        (model_of(plan_of("int8")), "unlike_layers"),
+        (model_of(plan_of("int8")), "bad_tensor"),
     ):
         with pytest.raises(AtlasError) as refusal:
             from_exchange(document_of("dense-LBNHC"), model)
