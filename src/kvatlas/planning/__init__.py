@@ -6,8 +6,9 @@ It returns a `Plan`, which is pure data.
 """
 
 from kvatlas.planning.backends import BACKENDS, Backend, backends_of
-from kvatlas.planning.exchange_document import BlockTables, CacheDocument
-from kvatlas.planning.exchange_plans import from_exchange, to_exchange
+from kvatlas.planning.exchange_document import CacheDocument, TablesDocument
+from kvatlas.planning.exchange_from_plan import to_exchange
+from kvatlas.planning.exchange_to_plan import from_exchange
 from kvatlas.planning.fitting import Fit, Fitting, Topology, fit
 from kvatlas.planning.foreign_memory import foreign
 from kvatlas.planning.plan_parts import FieldPlacement, Group, Pool, PoolSegment, Region
@@ -18,7 +19,6 @@ from kvatlas.planning.report import Padding, padding
 __all__ = [
     "BACKENDS",
     "Backend",
-    "BlockTables",
     "CacheDocument",
     "FieldPlacement",
     "Fit",
@@ -30,6 +30,7 @@ __all__ = [
     "Pool",
     "PoolSegment",
     "Region",
+    "TablesDocument",
     "Topology",
     "backends_of",
     "fit",

@@ -49,7 +49,7 @@ class StoredField(NamedTuple):
         return f"{self.field.name} of {self.layer.name}"
 
     def placement(self) -> Placement:
-        """Return the field's placement; the second, third, ... steps of an axis N are N1, N2, ..."""
+        """Return the field's placement. The steps of an axis N are named N, N1, N2, ..."""
         steps = [
             (f"{axis}{place or ''}", size, stride)
             for axis, pairs in sorted(self.field.axes.items())
@@ -98,7 +98,7 @@ def check_document(document: DocumentData) -> None:
             problem = f"The offset and the strides of {one.name} must be multiples of {one.item}"
             raise AtlasError(Code.MISALIGNED, problem, got=one.field.axes, hint=_HINT)
     _check_bounds(document, fields)
-    _check_overlap(document, fields)
+    _check_overlap(fields)
 
 
 def _check_references(document: DocumentData) -> None:
@@ -194,7 +194,7 @@ def _check_bounds(document: DocumentData, fields: list[StoredField]) -> None:
             raise AtlasError(Code.OUT_OF_BOUNDS, problem, got=got, hint=_HINT)
 
 
-def _check_overlap(document: DocumentData, fields: list[StoredField]) -> None:
+def _check_overlap(fields: list[StoredField]) -> None:
     """Check that fields of one group share no bytes, and blocks of two groups only with one id."""
     for one in fields:
         sizes, strides = zip(*(s for pairs in one.field.axes.values() for s in pairs), strict=True)

@@ -3,7 +3,8 @@
 The format is specified in `docs/reference/exchange.md`. A document describes the memory of a cache
 on all of its ranks: the fields of every layer with their axes, strides and shards, the groups of
 layers that share block tables, and the identity of the model. It needs no spec and no layout name,
-so that engines without kvatlas can write and read it. `BlockTables` are the blocks of one request.
+so that engines without kvatlas can write and read it. A `TablesDocument` has the blocks of one
+request.
 
 A document is its canonical bytes. Bytes from outside are decoded, encoded again and compared, so
 that equal digests mean equal documents.
@@ -31,7 +32,7 @@ class CacheDocument(DocumentData, frozen=True, kw_only=True, forbid_unknown_fiel
     """A cache in the exchange format: the memory of every rank, without an engine's classes.
 
     >>> from kvatlas.planning import plan, to_exchange
-    >>> document = to_exchange(plan("Qwen3-8B", memory="1GiB"))
+    >>> document = to_exchange(plan("Qwen3-8B", memory="8GiB"))
     >>> document.layers[0].fields[1].name, document.layers[0].fields[1].axes["H"]
     ('v', ((8, 512),))
     >>> CacheDocument.from_json(document.to_json()) == document
@@ -65,20 +66,20 @@ Ask for a document of version 1, or upgrade kvatlas. [unlike_versions]
         return hashlib.sha256(self.to_json()).hexdigest()
 
 
-class BlockTables(TablesData, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TablesDocument(TablesData, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The block tables of one request in the exchange format.
 
     >>> from kvatlas.planning import plan, to_exchange
-    >>> from kvatlas.planning.exchange_parts import BlockTable
-    >>> document = to_exchange(plan("Qwen3-8B", memory="1GiB"))
-    >>> table = BlockTable(group=0, tokens=(0, 20), blocks=(7, 4))
-    >>> tables = BlockTables(cache=document.digest, tables=(table,))
-    >>> BlockTables.from_json(tables.to_json(), document) == tables
+    >>> from kvatlas.planning.exchange_parts import GroupTable
+    >>> document = to_exchange(plan("Qwen3-8B", memory="8GiB"))
+    >>> table = GroupTable(group=0, tokens=(0, 20), blocks=(7, 4))
+    >>> tables = TablesDocument(cache=document.digest, tables=(table,))
+    >>> TablesDocument.from_json(tables.to_json(), document) == tables
     True
     """
 
     @classmethod
-    def from_json(cls, text: bytes, document: CacheDocument) -> BlockTables:
+    def from_json(cls, text: bytes, document: CacheDocument) -> TablesDocument:
         """Read the tables of a request from untrusted bytes, and validate them for `document`."""
         tables = _decode(text, cls, "kv-exchange-tables")
         check_tables_of(document, document.digest, tables)
@@ -89,7 +90,7 @@ class BlockTables(TablesData, frozen=True, kw_only=True, forbid_unknown_fields=T
         return msgspec.json.encode(self, order="sorted")
 
 
-Decoded = TypeVar("Decoded", CacheDocument, BlockTables)
+Decoded = TypeVar("Decoded", CacheDocument, TablesDocument)
 
 
 def _decode(text: bytes, kind: type[Decoded], name: str) -> Decoded:

@@ -101,7 +101,7 @@ class DocumentData(
     layers: Annotated[tuple[DocumentLayer, ...], Meta(min_length=1)]
 
 
-class BlockTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GroupTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The blocks of one group that hold a range of a request's tokens."""
 
     group: Number
@@ -112,10 +112,10 @@ class BlockTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class TablesData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The data of a request's block tables, without validation. Use `BlockTables`."""
+    """The data of a request's block tables, without validation. Use `TablesDocument`."""
 
     format: Literal["kv-exchange-tables"] = "kv-exchange-tables"
     version: Literal[1] = 1
     cache: Digest
     """The digest of the document."""
-    tables: tuple[BlockTable, ...]
+    tables: tuple[GroupTable, ...]

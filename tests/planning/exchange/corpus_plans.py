@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from kvatlas.models import CacheIdentity, Layer, Model
-from kvatlas.planning import Plan, PoolSegment, foreign, plan
+from kvatlas.models import CacheIdentity, Model
+from kvatlas.planning import Plan, plan
 from kvatlas.specs import CrossAttention, FullAttention, LatentAttention, Ring, TensorScales
 from tests.planning.models import SMALL, model_of
 from tests.planning.test_foreign_fields import LAYOUTS, Arena, allocations, described, in_segments
@@ -24,9 +24,15 @@ INT8 = dense("int8", cache="int8_per_token_head")
 NVFP4 = dense("nvfp4", cache="nvfp4", head_dim=32)
 FP8 = dense("fp8", cache="fp8")
 CODES = dense("codes", cache="turboquant_4bit_nc", head_dim=16)
-RING = model_of("ring", {"attn": FullAttention(heads=2, head_dim=8), "ring": Ring(group=4, rows=8, width=16)})
+RING = model_of(
+    "ring", {"attn": FullAttention(heads=2, head_dim=8), "ring": Ring(group=4, rows=8, width=16)}
+)
 CROSS = model_of(
-    "cross", {"attn": FullAttention(heads=2, head_dim=8), "cross": CrossAttention(heads=2, head_dim=8, source=24)}
+    "cross",
+    {
+        "attn": FullAttention(heads=2, head_dim=8),
+        "cross": CrossAttention(heads=2, head_dim=8, source=24),
+    },
 )
 SCALED = model_of("scaled latent", {"attn": LatentAttention(latent=512, cache="nvfp4_ds_mla")})
 ROWS = model_of("latent rows", {"attn": LatentAttention(latent=128, cache="fp8_ds_mla")})

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from kvatlas.planning import BlockTables, CacheDocument, to_exchange
+from kvatlas.planning import CacheDocument, TablesDocument, to_exchange
 from tests.planning.exchange import brute_force
 from tests.planning.exchange.corpus_plans import IDENTITY, PLANS, SCALES
 from tests.planning.exchange.hostile import hostile_cases
@@ -152,7 +152,7 @@ def product(steps: list[list[int]]) -> int:
 
 
 def write(folder: Path) -> None:
-    rng = random.Random(42)
+    rng = random.Random(42)  # noqa: S311
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "hostile").mkdir(parents=True)
     documents: dict[str, Json] = {}
@@ -188,7 +188,7 @@ def write(folder: Path) -> None:
 def schema() -> Json:
     """The JSON Schema of documents and of block tables."""
     made, parts = msgspec.json.schema_components(
-        (CacheDocument, BlockTables), ref_template="#/$defs/{name}"
+        (CacheDocument, TablesDocument), ref_template="#/$defs/{name}"
     )
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -9,7 +9,7 @@ import numpy as np
 from kvatlas import AtlasError
 from kvatlas.geometry import StateBlocks
 from kvatlas.geometry.address_arrays import join_copies, join_ranges
-from kvatlas.planning import BlockTables, CacheDocument, Plan
+from kvatlas.planning import CacheDocument, Plan, TablesDocument
 from kvatlas.routing import route
 from kvatlas.specs import Ring
 
@@ -31,7 +31,7 @@ class Regions:
         return which + self.first[stage, pool], within
 
 
-def field_runs(plan: Plan, tables: BlockTables, case: dict[str, Any]) -> Runs:
+def field_runs(plan: Plan, tables: TablesDocument, case: dict[str, Any]) -> Runs:
     """The runs of a field, from the views that engines use."""
     layer, name, rows = case["layer"], case["field"], case["rows"]
     stage, tp_rank = plan.split_rank(case["rank"])
@@ -98,9 +98,7 @@ def states(plan: Plan, layer: str, view: Any, table: Any, tp_rank: int) -> Any:
         yield placed.select("k", kernel) if "k" in placed.axes else placed
 
 
-def copy_runs(
-    plans: list[Plan], tables: list[BlockTables], ranks: list[int]
-) -> Runs | None:
+def copy_runs(plans: list[Plan], tables: list[TablesDocument], ranks: list[int]) -> Runs | None:
     """The runs of a copy, from a route; None if the route reads these bytes from another rank."""
     way = route(*plans)
     if ranks[0] not in way.sources(ranks[1]):
@@ -132,7 +130,7 @@ def refusal(files: Any, case: dict[str, Any]) -> str | None:
     try:
         document = CacheDocument.from_json(files(case["document"]))
         if "tables" in case:
-            BlockTables.from_json(files(case["tables"]), document)
+            TablesDocument.from_json(files(case["tables"]), document)
     except AtlasError as error:
         return str(error.code)
     return None

@@ -10,11 +10,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from kvatlas import AtlasError
 from kvatlas.models import Model
-from kvatlas.planning import BlockTables, CacheDocument, Plan, from_exchange, to_exchange
+from kvatlas.planning import CacheDocument, Plan, TablesDocument, from_exchange, to_exchange
 from kvatlas.planning.exchange_parts import DocumentData, TablesData
 from tests.planning.exchange import brute_force, make_corpus, ours
 from tests.planning.exchange.corpus_plans import IDENTITY, PLANS, SCALES
@@ -54,8 +55,8 @@ def read_plan(name: str) -> Plan:
     return from_exchange(document_of(name), model_of(made), max_len=made.max_len)
 
 
-def tables_of(name: str) -> BlockTables:
-    return BlockTables.from_json(text_of(f"{name}.tables.json"), document_of(name))
+def tables_of(name: str) -> TablesDocument:
+    return TablesDocument.from_json(text_of(f"{name}.tables.json"), document_of(name))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -148,7 +149,6 @@ def test_the_schema_is_that_of_the_decoder() -> None:
 
 
 def test_the_schema_accepts_the_corpus() -> None:
-    jsonschema = pytest.importorskip("jsonschema")
     check = jsonschema.Draft202012Validator(json.loads(SCHEMA.read_bytes()))
     for name in NAMES:
         for file in (f"{name}.json", f"{name}.tables.json"):

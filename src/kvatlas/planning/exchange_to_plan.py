@@ -1,247 +1,35 @@
-"""`to_exchange` and `from_exchange`: plans as documents of the exchange format, and back.
+"""`from_exchange`: a plan that describes the memory of a document of the exchange format.
 
-A document lists every field of every layer apart, so a plan that is read from one has fields apart
-too (`Region.fields`), whatever the plan was from which the document was made. Both describe the
-same bytes: `to_exchange` of either returns the same document.
+A document lists every field of every layer apart, so the plan has fields apart too
+(`Region.fields`), whatever the plan was from which the document was made. Both describe the same
+bytes: `to_exchange` of either returns the same document.
 """
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Page, Placement
+from kvatlas.geometry import Placement
 from kvatlas.geometry.integers import ceil_div, positive
-from kvatlas.models import CacheIdentity, Layer, Model
+from kvatlas.models import Layer, Model
 from kvatlas.planning.exchange_checks import StoredField, bad_exchange, stored_fields
 from kvatlas.planning.exchange_document import CacheDocument
-from kvatlas.planning.exchange_parts import (
-    DocumentField,
-    DocumentGroup,
-    DocumentKeeps,
-    DocumentLayer,
-    DocumentShard,
-)
+from kvatlas.planning.exchange_from_plan import HOLDS, keeps_of
+from kvatlas.planning.exchange_parts import DocumentGroup, DocumentKeeps, DocumentShard
 from kvatlas.planning.foreign_layers import SeenFields, SeenLayer
 from kvatlas.planning.foreign_memory import regions_of
 from kvatlas.planning.plan_parts import Group, Pool, PoolSegment, Region
-from kvatlas.planning.plans import Plan, checked_plan
-from kvatlas.planning.sized_layers import FIXED_KINDS, FULL_KINDS, kind_of, page_of
-from kvatlas.specs import TensorScales, Visibility
-from kvatlas.specs.cell_formats import needs_scales
+from kvatlas.planning.plans import Plan
+from kvatlas.planning.sized_layers import FULL_KINDS, kind_of, page_of
 
-_HOLDS = {"recurrent": "state", "ring": "ring"}
-_WHOLE = {"k": "N", "c": "C"}
-"""Names of outer steps of N and inner steps of C in placements of fields."""
-_SCALED = ("k", "v", "latent", "rope")
 _ALIGNED = 256
-"""Segments of a pool start at multiples of this many bytes."""
-
-
-def to_exchange(
-    plan: Plan,
-    *,
-    identity: CacheIdentity | None = None,
-    scales: Mapping[str, TensorScales] | None = None,
-) -> CacheDocument:
-    """Return the document that describes a plan's memory in the exchange format.
-
-    `identity` names the weights and settings of the model. `scales` contains the tensor scales of
-    layers in fp8 and nvfp4, by layer name.
-
-    >>> from kvatlas.planning import plan
-    >>> document = to_exchange(plan("gpt-oss-20b", memory="40GiB", tp=2))
-    >>> document.groups[0].keeps, document.shards[0].ranks
-    (DocumentKeeps(window=128, chunk=UNSET, source=UNSET), (((0, 4),), ((4, 4),)))
-    """
-    plan = checked_plan(plan)
-    shards: dict[DocumentShard, int] = {}
-    regions, bounds = _regions(plan)
-    layers = [
-        _layer(plan, stored, shards, bounds, (scales or {}).get(stored.layer.name))
-        for stored in sorted(_parts(plan), key=_Part.order)
-    ]
-    document = CacheDocument(
-        model=plan.model,
-        identity=identity_digest(identity),
-        ranks=plan.ranks,
-        regions=tuple(regions),
-        groups=tuple(_group(group, plan.dcp) for group in plan.groups),
-        shards=tuple(shards),
-        layers=tuple(layers),
-    )
-    # Names come from callers, and only the decoder checks them.
-    return CacheDocument.from_json(document.to_json())
-
-
-def identity_digest(identity: CacheIdentity | None) -> str:
-    """Return the digest of an identity in a document; empty without an identity.
-
-    >>> identity_digest(None), identity_digest(CacheIdentity(weights="sha256:5f1a"))[:8]
-    ('', '17f2c5f6')
-    """
-    if identity is None:
-        return ""
-    parts = (identity.weights, identity.config, identity.adapter, identity.salt)
-    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
-
-
-class _Part(NamedTuple):
-    """A layer of a region, or a part of its state."""
-
-    region: Region
-    index: int
-
-    @property
-    def layer(self) -> Layer:
-        return self.region.layers[self.index]
-
-    def order(self) -> tuple[int, str, int]:
-        return self.layer.index, self.layer.name, self.region.part(self.index)
-
-
-def _parts(plan: Plan) -> Iterator[_Part]:
-    for region in plan.regions:
-        for index in range(len(region.layers)):
-            yield _Part(region, index)
-
-
-Bounds = dict[tuple[int, int], list[tuple[int, int, int]]]
-"""For each (stage, pool), (first byte, byte after the last, number of the region)."""
-
-
-def _regions(plan: Plan) -> tuple[list[int], Bounds]:
-    """Return the bytes of each region, and the regions of each pool."""
-    regions: list[int] = []
-    bounds: Bounds = {}
-    for pool in sorted(plan.pools, key=lambda pool: (pool.stage, pool.index)):
-        segments = pool.segments
-        parts = [(0, pool.nbytes)]
-        if segments is not UNSET:
-            parts = [(one.offset, one.nbytes) for one in segments]
-        numbered = enumerate(parts, len(regions))
-        own = [(first, first + nbytes, number) for number, (first, nbytes) in numbered]
-        bounds[pool.stage, pool.index] = own
-        regions += [nbytes for _, nbytes in parts]
-    return regions, bounds
-
-
-def _layer(
-    plan: Plan,
-    stored: _Part,
-    shards: dict[DocumentShard, int],
-    bounds: Bounds,
-    scales: TensorScales | None,
-) -> DocumentLayer:
-    region, index = stored
-    pool = plan.pool(region.stage * plan.tp, region.group)
-    page, views = region.first_page(plan.tp, index), region.views(plan.tp, pool.blocks, index)
-    fields = []
-    for field in sorted(page.fields, key=lambda field: field.name):
-        if field.padding:
-            continue
-        placed = views[field.name].select("L", index)
-        shard = _shard(plan, stored, field.name)
-        first, _, number = next(
-            own for own in bounds[region.stage, pool.index] if own[0] <= placed.offset < own[1]
-        )
-        scaled = scales is not None and needs_scales(stored.layer.spec) and field.name in _SCALED
-        fields.append(
-            DocumentField(
-                name=field.name,
-                dtype=field.dtype.name,
-                region=number,
-                offset=placed.offset - first,
-                axes=_axes(placed, field.sharding.axis),
-                shard=shards.setdefault(shard, len(shards)),
-                scale=_bits(scales.v if field.name == "v" else scales.k)
-                if scaled and scales is not None
-                else UNSET,
-            )
-        )
-    return DocumentLayer(
-        name=stored.layer.name,
-        index=stored.layer.index,
-        group=region.group,
-        fields=tuple(fields),
-    )
-
-
-def _shard(plan: Plan, stored: _Part, name: str) -> DocumentShard:
-    """Return the rows of a field that each rank holds."""
-    region, index = stored
-    sharding = region.first_page(plan.tp, index).field(name).sharding
-    ranks: list[tuple[tuple[int, int], ...] | None] = []
-    for rank in range(plan.ranks):
-        stage, tp_rank = plan.split_rank(rank)
-        held = sharding.ranges(plan.tp * region.splits, tp_rank * region.splits + region.part(index))
-        rows = tuple((one.start, one.length) for one in held) or ((0, 1),)
-        ranks.append(rows if stage == region.stage else None)
-    axis = sharding.axis if sharding.sections else None
-    return DocumentShard(axis=axis or "", size=sharding.rows or 1, ranks=tuple(ranks))
-
-
-def _axes(placed: Placement, sharded: str | None) -> dict[str, tuple[tuple[int, int], ...]]:
-    """Return (size, stride) of the steps of each axis, outermost first, as few as possible."""
-    steps: dict[str, list[str]] = defaultdict(list)
-    for name in sorted(placed.axes, key=lambda name: {"k": 0, "c": 2}.get(name, 1)):
-        steps[name if name == sharded else _WHOLE.get(name, name)].append(name)
-    return {
-        axis: _folded([(placed.size(name), placed.stride(name)) for name in names])
-        for axis, names in sorted(steps.items())
-    }
-
-
-def _folded(steps: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Join steps of an axis that follow each other without gaps; leave out those of size 1."""
-    found: list[tuple[int, int]] = []
-    for size, stride in steps:
-        if size == 1:
-            continue
-        if found and found[-1][1] == size * stride:
-            found[-1] = (found[-1][0] * size, stride)
-        else:
-            found.append((size, stride))
-    return tuple(found) or ((1, 0),)
-
-
-def _group(group: Group, dcp: int) -> DocumentGroup:
-    return DocumentGroup(
-        pool=group.pool,
-        holds=_HOLDS.get(group.kind, "tokens"),  # type: ignore[arg-type]
-        tokens=group.block,
-        context=1 if group.kind in FIXED_KINDS else dcp,
-        keeps=_keeps(group.visibility),
-    )
-
-
-def _keeps(seen: Visibility) -> DocumentKeeps:
-    return DocumentKeeps(
-        window=seen.window or UNSET, chunk=seen.chunk or UNSET, source=seen.source or UNSET
-    )
-
-
-def _bits(scale: float) -> str:
-    """Return the bits of a scale, which must be a positive IEEE 754 single."""
-    try:
-        bits = struct.pack(">f", scale)
-    except (OverflowError, struct.error):
-        bits = b""
-    if not bits or struct.unpack(">f", bits)[0] != scale:
-        problem, hint = "A tensor scale must be an fp32 number", "Round it with numpy.float32"
-        raise AtlasError(Code.NOT_REPRESENTABLE, problem, got=repr(scale)[:100], hint=hint)
-    return bits.hex()
-
-
-# -- reading ----------------------------------------------------------------------------
+"""Segments of a pool with one block start at multiples of this many bytes."""
 
 
 def from_exchange(
@@ -252,13 +40,15 @@ def from_exchange(
     Routes between this plan and others copy between the document's memory and theirs. The names of
     the document's layers must be those of `model`. `max_len` defaults to the model's.
 
-    >>> from kvatlas.planning import plan
+    >>> from kvatlas.planning import plan, to_exchange
     >>> document = to_exchange(plan("gpt-oss-20b", memory="40GiB", tp=2))
     >>> seen = from_exchange(document.to_json(), "gpt-oss-20b")
     >>> seen.tp, seen.num_blocks, to_exchange(seen) == document
-    (2, 109226, True)
+    (2, 218453, True)
     """
-    if not isinstance(document, CacheDocument):
+    if isinstance(document, CacheDocument):
+        document.validate()
+    else:
         document = CacheDocument.from_json(document)
     loaded = Model.load(model)
     length = positive(loaded.max_len or 32768 if max_len is None else max_len, "max_len")
@@ -403,10 +193,12 @@ def _shifted(one: StoredField, base: int) -> Placement:
     if len(one.field.axes.get("C", ())) == 2:
         names["C"] = ("C", "c")
     placed = one.placement()
-    renamed = {f"{axis}{n or ''}": name for axis, own in names.items() for n, name in enumerate(own)}
+    renamed = {
+        f"{axis}{n or ''}": name for axis, own in names.items() for n, name in enumerate(own)
+    }
     placed = placed.rename(**{axis: renamed.get(axis, axis) for axis in placed.axes})
     if any(len(axis) > 1 for axis in placed.axes):
-        got = f"field {one.field.name} with axes {one.field.axes}, which have more steps than a plan's"
+        got = f"field {one.field.name} with axes {one.field.axes}; a plan divides only N and C"
         raise _unlike(one.layer.name, got)
     return placed.shift(base)
 
@@ -426,9 +218,7 @@ def _seen(
     return seen
 
 
-def _state_part(
-    part: _StoredPart, stage: int, given: Mapping[str, Placement], tp: int
-) -> Region:
+def _state_part(part: _StoredPart, stage: int, given: Mapping[str, Placement], tp: int) -> Region:
     """Return a region of one part of a recurrent state, whose page is contiguous."""
     spec, group = part.layer.spec, part.fields[0].group
     if group.holds != "state":
@@ -478,7 +268,7 @@ def _same_rows(part: _StoredPart, stage: int, tp: int, number: int) -> bool:
 def _check_content(part: _StoredPart, stage: int, tp: int, number: int) -> None:
     """Raise an error if dtypes, rows or the kind of the cache differ from the layer's spec."""
     kind, held = kind_of(part.layer.spec), part.fields[0].group.holds
-    if _HOLDS.get(kind, "tokens") != held:
+    if HOLDS.get(kind, "tokens") != held:
         raise _unlike(part.layer.name, f"a group that holds {held} for a cache of kind {kind}")
     for here, there in _content(part, stage, tp, number):
         if here[0] != there[0]:
@@ -511,6 +301,6 @@ def _read_group(group: DocumentGroup, members: Sequence[Layer]) -> Group:
         return Group.of(kind, specs[0], block=group.tokens, pool=group.pool)
     for spec in specs:
         made = Group.of(kind_of(spec), spec, block=group.tokens, pool=group.pool)
-        if fixed or (kind_of(spec) not in FULL_KINDS and _keeps(made.visibility) == group.keeps):
+        if fixed or (kind_of(spec) not in FULL_KINDS and keeps_of(made.visibility) == group.keeps):
             return made
     raise _unlike(members[0].name, f"a group that keeps {group.keeps}")
