@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET
@@ -28,7 +29,8 @@ from kvatlas.planning.sized_layers import FIXED_KINDS
 from kvatlas.specs import TensorScales, Visibility
 from kvatlas.specs.cell_formats import needs_scales
 
-HOLDS = {"recurrent": "state", "ring": "ring"}
+Holds = Literal["tokens", "state", "ring"]
+HOLDS: dict[str, Holds] = {"recurrent": "state", "ring": "ring"}
 """What the blocks of a group of each kind hold; `tokens` for all other kinds."""
 _WHOLE = {"k": "N", "c": "C"}
 """Names of outer steps of N and inner steps of C in placements of fields."""
@@ -52,6 +54,8 @@ def to_exchange(
     (DocumentKeeps(window=128, chunk=UNSET, source=UNSET), (((0, 4),), ((4, 4),)))
     """
     plan = checked_plan(plan)
+    for name in scales or ():
+        plan.region_of(name)  # raises an error if there is no such layer
     shards: dict[DocumentShard, int] = {}
     regions, bounds = _regions(plan)
     layers = [
@@ -142,7 +146,9 @@ def _layer(
         first, _, number = next(
             own for own in bounds[region.stage, pool.index] if own[0] <= placed.offset < own[1]
         )
-        scaled = scales is not None and needs_scales(stored.layer.spec) and field.name in _SCALED
+        scale = None
+        if scales is not None and needs_scales(stored.layer.spec) and field.name in _SCALED:
+            scale = scales.v if field.name == "v" else scales.k
         fields.append(
             DocumentField(
                 name=field.name,
@@ -151,9 +157,7 @@ def _layer(
                 offset=placed.offset - first,
                 axes=_axes(placed, field.sharding.axis),
                 shard=shards.setdefault(shard, len(shards)),
-                scale=_bits(scales.v if field.name == "v" else scales.k)
-                if scaled and scales is not None
-                else UNSET,
+                scale=UNSET if scale is None else _bits(scale),
             )
         )
     return DocumentLayer(
@@ -207,7 +211,7 @@ def _folded(steps: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 def _group(group: Group, dcp: int) -> DocumentGroup:
     return DocumentGroup(
         pool=group.pool,
-        holds=HOLDS.get(group.kind, "tokens"),  # type: ignore[arg-type]
+        holds=HOLDS.get(group.kind, "tokens"),
         tokens=group.block,
         context=1 if group.kind in FIXED_KINDS else dcp,
         keeps=keeps_of(group.visibility),
@@ -226,8 +230,9 @@ def _bits(scale: float) -> str:
     try:
         bits = struct.pack(">f", scale)
     except (OverflowError, struct.error):
-        bits = b""
-    if not bits or struct.unpack(">f", bits)[0] != scale:
-        problem, hint = "A tensor scale must be an fp32 number", "Round it with numpy.float32"
+        bits = bytes(4)
+    if not 0 < struct.unpack(">f", bits)[0] == scale < math.inf:
+        problem = "A tensor scale must be a positive fp32 number"
+        hint = "Round it with numpy.float32"
         raise AtlasError(Code.NOT_REPRESENTABLE, problem, got=repr(scale)[:100], hint=hint)
     return bits.hex()

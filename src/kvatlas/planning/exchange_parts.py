@@ -91,7 +91,7 @@ class DocumentData(
     format: Literal["kv-exchange"] = "kv-exchange"
     version: Literal[1] = 1
     model: Text
-    identity: MaybeDigest = ""
+    identity: MaybeDigest
     """A digest of the weights and settings that compute the cache; empty if it is unknown."""
     ranks: Annotated[int, Meta(ge=1, le=65536)]
     regions: Annotated[tuple[Count, ...], Meta(min_length=1)]

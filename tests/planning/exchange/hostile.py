@@ -61,6 +61,8 @@ CHANGED: dict[str, tuple[str, Change, str]] = {
     "version-text": ("dense-LBNHC", at("version", to="1"), "bad_exchange"),
     "no-layers": ("dense-LBNHC", at("layers", to=[]), "bad_exchange"),
     "no-regions-key": ("dense-LBNHC", without("regions"), "bad_exchange"),
+    "no-identity-key": ("dense-LBNHC", without("identity"), "bad_exchange"),
+    "no-keeps-key": ("dense-LBNHC", without("groups", 0, "keeps"), "bad_exchange"),
     "unknown-key": ("dense-LBNHC", at("comment", to="hello"), "bad_exchange"),
     "unknown-key-of-field": ("dense-LBNHC", at(*K, "address", to=4096), "bad_exchange"),
     "prototype-key": ("dense-LBNHC", at("toString", to=1), "bad_exchange"),

@@ -190,6 +190,8 @@ def schema() -> Json:
     made, parts = msgspec.json.schema_components(
         (CacheDocument, TablesDocument), ref_template="#/$defs/{name}"
     )
+    for name in ("CacheDocument", "TablesDocument"):  # `format` and `version` have defaults
+        parts[name]["required"] = sorted(parts[name]["properties"])
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Documents and block tables of the exchange format, version 1",

@@ -12,14 +12,23 @@ from typing import Any
 
 import jsonschema
 import pytest
+from msgspec import UNSET
 
 from kvatlas import AtlasError
 from kvatlas.models import Model
-from kvatlas.planning import CacheDocument, Plan, TablesDocument, from_exchange, to_exchange
-from kvatlas.planning.exchange_parts import DocumentData, TablesData
+from kvatlas.planning import (
+    CacheDocument,
+    Plan,
+    TablesDocument,
+    from_exchange,
+    plan,
+    to_exchange,
+)
+from kvatlas.specs import TensorScales
 from tests.planning.exchange import brute_force, make_corpus, ours
 from tests.planning.exchange.corpus_plans import IDENTITY, PLANS, SCALES
 from tests.planning.exchange.hostile import hostile_cases
+from tests.planning.exchange.mutants import mutants
 from tests.routing.fields_apart import model_of
 
 ROOT = Path(__file__).parents[3]
@@ -131,6 +140,39 @@ def test_the_reader_in_javascript_agrees_byte_for_byte() -> None:
     assert done.stdout.rstrip() == make_corpus.canonical(EXPECTED)
 
 
+def test_readers_agree_on_documents_with_random_changes(tmp_path: Path) -> None:
+    """What kvatlas refuses, the reader in JavaScript refuses with the same code."""
+    found: dict[str, str | None] = {}
+    for number, text in enumerate(mutants(CORPUS, NAMES, 600, seed=42)):
+        (tmp_path / f"{number}.json").write_bytes(text)
+        case = {"document": f"{number}.json"}
+        found[f"{number}.json"] = ours.refusal(lambda file: (tmp_path / file).read_bytes(), case)
+    assert 40 < list(found.values()).count(None) < 400
+    assert len(set(found.values())) > 6
+    (tmp_path / "cases.json").write_bytes(
+        json.dumps({name: {"document": name} for name in found}).encode()
+    )
+    reader = ROOT / "tests/planning/exchange/run_reader.mjs"
+    done = subprocess.run([node(), reader, tmp_path], capture_output=True, check=True)
+    theirs = {name: one.get("refused") for name, one in json.loads(done.stdout).items()}
+    assert theirs == found
+
+
+def test_mutants_give_plans_or_refusals() -> None:
+    """No document from outside raises another error than an `AtlasError`."""
+    models = {plan_of(name).model: model_of(plan_of(name)) for name in NAMES}
+    plans = 0
+    for text in mutants(CORPUS, NAMES, 300, seed=7):
+        model = models.get(json.loads(text).get("model"), models["dense"])
+        try:
+            made = from_exchange(text, model)
+        except AtlasError:
+            continue
+        plans += 1
+        assert set(made.layers) == {layer.name for layer in CacheDocument.from_json(text).layers}
+    assert plans > 5
+
+
 def test_the_reader_in_javascript_is_short_and_alone() -> None:
     text = (ROOT / "examples/exchange_reader.mjs").read_text()
     assert len(text.splitlines()) <= 300
@@ -167,11 +209,6 @@ def test_the_schema_accepts_the_corpus() -> None:
     assert refused > 40
 
 
-def test_structs_have_the_keys_of_the_schema() -> None:
-    assert set(DocumentData.__struct_fields__) == set(document_of("sparse").__struct_fields__)
-    assert "cache" in TablesData.__struct_fields__
-
-
 def test_a_model_that_disagrees_is_refused() -> None:
     for model, code in (
         (Model.load("Qwen3-8B"), "unknown_layer"),
@@ -180,3 +217,49 @@ def test_a_model_that_disagrees_is_refused() -> None:
         with pytest.raises(AtlasError) as refusal:
             from_exchange(document_of("dense-LBNHC"), model)
         assert refusal.value.code == code
+
+
+def test_models_must_have_the_dtypes_of_the_document() -> None:
+    text = text_of("dense-LBNHC.json").replace(b"bf16", b"fp16")
+    with pytest.raises(AtlasError) as refusal:
+        from_exchange(text, model_of(plan_of("dense-LBNHC")))
+    assert refusal.value.code == "unlike_dtypes"
+
+
+@pytest.mark.parametrize("scale", [0.1, 0.0, -1.0, float("inf"), float("nan"), 1e300])
+def test_scales_are_singles(scale: float) -> None:
+    with pytest.raises(AtlasError) as refusal:
+        to_exchange(plan_of("fp8"), scales={"layers.0.attn": TensorScales(scale)})
+    assert refusal.value.code == "not_representable"
+
+
+def test_scales_are_of_layers_that_have_them() -> None:
+    with pytest.raises(AtlasError) as refusal:
+        to_exchange(plan_of("fp8"), scales={"layers.9.attn": TensorScales(0.5)})
+    assert refusal.value.code == "unknown_layer"
+    fields = [
+        field
+        for layer in document_of("fp8").layers
+        for field in layer.fields
+        if layer.name == "layers.1.attn"
+    ]
+    assert [(field.name, field.scale) for field in fields] == [("k", "40000000"), ("v", "3e400000")]
+    plain = to_exchange(plan_of("int8"), scales={"layers.0.attn": TensorScales(0.5)})
+    assert all(field.scale is UNSET for layer in plain.layers for field in layer.fields)
+
+
+MODELS = [
+    "Llama-3.1-8B", "Gemma-3-27B", "Llama-4-Scout", "gpt-oss-20b", "Qwen3-Next-80B-A3B",
+    "Qwen3.5-397B-A17B", "DeepSeek-V3.2", "DeepSeek-V4-Flash", "Kimi-Linear-48B-A3B",
+    "MiniMax-M3", "Jamba-1.5-mini", "Nemotron-H-8B", "Zamba2-2.7B", "LFM2-1.2B",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_plans_of_the_catalogue_come_back(name: str) -> None:
+    made = plan(name, memory="80GiB", tp=2, max_len=8192)
+    document = to_exchange(made)
+    back = from_exchange(document.to_json(), model_of(made), max_len=made.max_len)
+    assert to_exchange(back) == document
+    assert (back.tp, back.pp, back.dcp) == (made.tp, made.pp, made.dcp)
+    assert set(back.layers) == set(made.layers)
