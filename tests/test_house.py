@@ -60,7 +60,8 @@ INTERNAL: dict[str, str] = {
         geometry.byte_sizes geometry.integers
     """,
     "planning": """
-        geometry.byte_sizes geometry.integers geometry.validation specs.scale_location
+        geometry.byte_sizes geometry.integers geometry.runs geometry.validation
+        specs.cell_formats specs.scale_location
     """,
     "cache": """
         geometry.byte_sizes planning.plans

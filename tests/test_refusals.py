@@ -233,6 +233,7 @@ def test_every_code_has_a_way_to_it() -> None:
     elsewhere |= {  # tests/engines/test_cache.py
         Code.NO_BLOCKS, Code.ENGINE_REFUSES, Code.CANNOT_TAKE_BACK,
     }  # fmt: skip
+    elsewhere |= {Code.BAD_EXCHANGE, Code.NOT_CANONICAL}  # tests/planning/exchange
     elsewhere |= {Code.FIELDS_APART}  # tests/planning/test_foreign_fields.py
     elsewhere |= {Code.BAD_TRACE}  # tests/simulate
     elsewhere |= {Code.ROW_UNREADABLE}  # tests/tier/test_encrypted_store.py

@@ -14,7 +14,7 @@ from pathlib import Path
 
 DOCS_LIMIT = 16_000
 """Words of prose of all pages in `docs/` but the exempt ones."""
-EXEMPT = re.compile(r"docs/reference/(data/.+|\w+_(format|protocol))\.md")
+EXEMPT = re.compile(r"docs/reference/(data/.+|\w+_(format|protocol)|exchange)\.md")
 """Specifications, and pages that a command generates."""
 README_LIMIT = 500
 _FENCE = re.compile(r"^(`{3,}|~{3,}).*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)

@@ -101,6 +101,8 @@ class Code(StrEnum):
     CONTRADICTORY = "contradictory", "Two options contradict each other"
     BAD_PACK = "bad_pack", "The model does not support this pack size"
     BAD_PLAN = "bad_plan", "The plan is invalid"
+    BAD_EXCHANGE = "bad_exchange", "The document of the exchange format is invalid"
+    NOT_CANONICAL = "not_canonical", "The JSON is not in its canonical form"
     UNKNOWN_POLICY = "unknown_policy", "There is no such policy"
     UNKNOWN_LAYER = "unknown_layer", "The plan has no such layer"
     BAD_QUANTITY = "bad_quantity", "The value is not a number with an optional unit"

@@ -6,6 +6,9 @@ The result is a `Plan`, which is pure data.
 """
 
 from kvatlas.planning.backends import BACKENDS, Backend, backends_of
+from kvatlas.planning.exchange_document import CacheDocument, TablesDocument
+from kvatlas.planning.exchange_from_plan import to_exchange
+from kvatlas.planning.exchange_to_plan import from_exchange
 from kvatlas.planning.fitting import Fit, Fitting, Topology, fit
 from kvatlas.planning.foreign_memory import foreign
 from kvatlas.planning.plan_parts import FieldPlacement, Group, Pool, PoolSegment, Region
@@ -16,6 +19,7 @@ from kvatlas.planning.report import Padding, padding
 __all__ = [
     "BACKENDS",
     "Backend",
+    "CacheDocument",
     "FieldPlacement",
     "Fit",
     "Fitting",
@@ -26,10 +30,13 @@ __all__ = [
     "Pool",
     "PoolSegment",
     "Region",
+    "TablesDocument",
     "Topology",
     "backends_of",
     "fit",
     "foreign",
+    "from_exchange",
     "padding",
     "plan",
+    "to_exchange",
 ]

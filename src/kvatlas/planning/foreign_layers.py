@@ -16,6 +16,7 @@ from kvatlas.geometry import Field, Page, Placement
 from kvatlas.models import Layer
 from kvatlas.planning.plan_parts import FieldPlacement, Region
 from kvatlas.planning.sized_layers import page_of
+from kvatlas.specs import Ring
 
 _FAR = 1 << 62
 """The stride of an axis of size 1, which can be anywhere in a layout: it is put outermost."""
@@ -36,7 +37,9 @@ class SeenLayer:
     ) -> None:
         self.stage, self.layer, self.tp = stage, layer, tp
         per_state = layer.spec.tokens_per_state
-        self.kernel_block = (block or most) if per_state is None else states * per_state
+        fixed = per_state is None or isinstance(layer.spec, Ring)
+        least = most if per_state is None else states * per_state
+        self.kernel_block = block or least if fixed else least
         self.block = block or self.kernel_block
         if self.block % self.kernel_block:
             kernel = f"the {self.kernel_block} tokens of its N axis"

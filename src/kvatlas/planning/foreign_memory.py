@@ -113,7 +113,7 @@ def foreign(
     homes = _homes({group: own[0] for group, own in members.items()}, pools)
     tables = tuple(_table(own, homes[group], full) for group, own in sorted(members.items()))
     owned = _pools(seen, homes)
-    regions = _regions(seen)
+    regions = regions_of(seen)
     return Plan(
         model=loaded.name,
         policy="foreign",
@@ -207,7 +207,7 @@ def _pools(seen: list[SeenLayer], homes: dict[int, int]) -> tuple[Pool, ...]:
     )
 
 
-def _regions(seen: list[SeenLayer]) -> list[Region]:
+def regions_of(seen: list[SeenLayer]) -> list[Region]:
     """Return the regions of the tensors; layers at evenly spaced offsets share a region."""
     families: dict[object, list[SeenLayer]] = defaultdict(list)
     for one in seen:
