@@ -31,7 +31,7 @@ MEMORY = 4 * 2**40
 
 
 def ours() -> None:
-    """Each model planned three times from cold: the least CPU time, which other processes disturb
+    """Each model planned three times from cold: the least CPU time of the three.
     least.
     """
     rows = []
