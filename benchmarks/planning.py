@@ -31,9 +31,7 @@ MEMORY = 4 * 2**40
 
 
 def ours() -> None:
-    """Each model planned three times from cold: the least CPU time of the three.
-    least.
-    """
+    """Each model planned three times from cold: the least CPU time of the three."""
     rows = []
     for policy in ("vllm", "atlas"):
         taken = {}
