@@ -17,12 +17,13 @@ from kvatlas.copying.gather_scatter import gather, scatter
 from kvatlas.models import Model
 from kvatlas.planning import Group, Plan, plan
 from kvatlas.routing import route, scattered
-from kvatlas.tier import StoreTier, Tier, TierClient
+from kvatlas.tier import Tier, TierClient
+from kvatlas.tier.any_tier import AnyTier
 
 Pools = dict[int, NDArray[np.uint8]]
 
 BlockTier = Tier | TierClient
-AnyTier = BlockTier | StoreTier
+
 
 GUARD = 64
 MAX_LEN = 192

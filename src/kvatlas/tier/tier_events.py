@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from kvatlas.errors import AtlasError
 from kvatlas.planning import Group
 from kvatlas.pool import BlockEvent, BlockRemoved, BlockStored
+from kvatlas.tier.any_tier import AnyTier
 from kvatlas.tier.chained_keys import PrefixChain
-from kvatlas.tier.prefix_finder import AnyTier
 from kvatlas.tier.store_tier import StoreTier
 from kvatlas.tier.tier import Tier
 
