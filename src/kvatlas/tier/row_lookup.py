@@ -82,7 +82,9 @@ class Asked:
         candidates = {need: self._candidates(need) for need in needs if need not in self.rows}
         unknown = dict.fromkeys(row for rows in candidates.values() for row in rows)
         new = [row for row in unknown if row not in self._known]
-        for row, (whole, begun) in zip(new, self._present(new), strict=True):
+        for row, (whole, begun) in zip(
+            new, self._traffic.present(new, self._deadline), strict=True
+        ):
             self._known[row] = whole
             if begun and not whole:
                 self.missing = "incomplete"
@@ -91,9 +93,6 @@ class Asked:
             if found is not None:
                 self.rows[need] = found
         return [need in self.rows for need in needs]
-
-    def _present(self, rows: Sequence[RowName]) -> list[tuple[bool, bool]]:
-        return self._traffic.present(rows, self._deadline)
 
     def _candidates(self, need: NeededBlock) -> list[RowName]:
         """Return rows that can serve `need`: of the whole block, or of only the needed tokens."""

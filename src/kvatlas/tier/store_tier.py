@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
@@ -27,7 +26,7 @@ from kvatlas.routing.token_ranges import token_range
 from kvatlas.tier.any_tier import AnyTier
 from kvatlas.tier.blocks import StoreResult
 from kvatlas.tier.canonical_rows import canonical_rows
-from kvatlas.tier.converting import PLANS, kept_as_written
+from kvatlas.tier.converting import kept_as_written
 from kvatlas.tier.ingest import Ingest
 from kvatlas.tier.namespaces import RowName
 from kvatlas.tier.request_blocks import Keys, NeededBlock, keys_by_group
@@ -38,6 +37,7 @@ from kvatlas.tier.store_hit import StoreHit
 from kvatlas.tier.store_inspection import CopiedPrefix, copy_prefix
 from kvatlas.tier.stored_rows import OtherRows, StoredRows, check_alike
 from kvatlas.tier.stores import ObjectStore
+from kvatlas.tier.storing import Ingests
 
 _UNAVAILABLE = (Code.DEADLINE, Code.WIRE_FAILED, Code.UNREADABLE, Code.ROW_UNREADABLE)
 """Error codes of a store that cannot be reached."""
@@ -129,8 +129,7 @@ class StoreTier(AnyTier):
                 on_failure.pop_all()
             theirs.storage.metrics = self.metrics
             self._rows.append(theirs)
-        self._ingest_from = lru_cache(PLANS)(lambda source: Ingest(source, plan))
-        self._compiling = threading.Lock()
+        self._ingests = Ingests(plan)
         self._puts: set[Future[Any]] = set()
         self._closing = False
         self._lock = threading.Lock()
@@ -156,12 +155,10 @@ class StoreTier(AnyTier):
         `no_room` if the store has no space for it, fails or times out.
         """
         with self._storage.using():
-            with self._compiling:
-                ingest = self._ingest_from(plan)
+            ingest = self._ingests.of(plan)
             rank = checked_rank(plan, rank, "source")
-            start, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))
-            start = ingest.spans.whole_blocks(start)
-            needs = ingest.spans.needs(start, stop, keys_by_group(self.plan, keys))
+            by_group = keys_by_group(self.plan, keys)
+            start, stop, needs = self._ingests.needs(plan, tokens, by_group)
             rows = {n: RowName(n.group, n.key, n.cover) for n in needs if n.key is not None}
             deadline = Deadline(self.timeout)
             refused: set[RowName] = set()

@@ -26,6 +26,7 @@ from kvatlas.tier.stores.base import (
     StoreRoom,
     joined_size,
     scatter,
+    tenant_of,
 )
 from kvatlas.tier.stores.key_folder import KEY, KeyFolder
 
@@ -133,8 +134,7 @@ class EncryptedStore(ObjectStore):
 
 def _tenant(name: str) -> str:
     """Return the tenant's digest in the name of an object; empty if it has none."""
-    words = name.split("/", 2)
-    return words[1] if len(words) > 2 else ""
+    return tenant_of(name).rpartition("/")[2]
 
 
 def _damaged_size(size: int, expected: int) -> int:
