@@ -51,7 +51,7 @@ PARALLEL = $(shell $(PY) -c "import os, xdist; print('--dist worksteal -n', os.c
 	bench-vllm demo-vllm test-page map-gallery map-figures map-pictures \
 	test-kvcache-simulator test-dynamo hits lint lint-workflows bench bench-gpu docs docs-pairings demo-two-hosts wheel check-release format clean test-attack test-hosts test-long test-fleet soak
 
-demo: $(READY)  ## The main job: plan, prefill, ship the cache, decode elsewhere
+demo: $(READY)  ## Prefill in one process, move the cache, decode in another: equal tokens
 	$(PY) -m examples.handover
 
 tour: $(READY)  ## What else there is: geometry, plans, a model on its cache

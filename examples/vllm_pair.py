@@ -202,7 +202,7 @@ def free_port() -> int:
     return port
 
 
-def make_model(folder: Path, *, seed: int = 7) -> Path:
+def make_model(folder: Path | str, *, seed: int = 7) -> Path:
     """Save a tiny Llama with random weights, whose vocabulary is w0 to w511."""
     import torch
     from tokenizers import Tokenizer
@@ -220,7 +220,7 @@ def make_model(folder: Path, *, seed: int = 7) -> Path:
     words = Tokenizer(WordLevel({f"w{n}": n for n in range(512)}, unk_token="w0"))  # noqa: S106
     words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)  # noqa: S106
-    return folder
+    return Path(folder)
 
 
 def ask(prefill: Served, decode: Served, length: int) -> list[str]:
