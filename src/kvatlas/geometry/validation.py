@@ -155,7 +155,7 @@ def _one_step(parts: list[Placement]) -> list[Placement]:
     """Remove the outer axes that all parts share, such as the blocks of a pool.
 
     An axis is removed only if all parts fit into one step along it. If the parts of one step are
-    valid, those of every step are.
+    valid, the parts of every step are valid.
     """
     parts = [part.folded() for part in parts]
     while parts and all(part.axes for part in parts):

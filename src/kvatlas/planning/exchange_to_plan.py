@@ -37,8 +37,9 @@ def from_exchange(
 ) -> Plan:
     """Return a plan that describes the memory of a document, for the layers of `model`.
 
-    Routes between this plan and others copy between the document's memory and theirs. The names of
-    the document's layers must be those of `model`. `max_len` defaults to the model's.
+    Routes between this plan and others copy between the document's memory and theirs. The
+    document's layers must have the names of the layers of `model`. `max_len` defaults to the
+    model's.
 
     >>> from kvatlas.planning import plan, to_exchange
     >>> document = to_exchange(plan("gpt-oss-20b", memory="40GiB", tp=2))
@@ -108,7 +109,7 @@ def _stored_parts(document: CacheDocument, model: Model) -> list[_StoredPart]:
         counts[layer.name] += 1
     if unknown := sorted(set(counts) - set(known)):
         got, some = ", ".join(map(repr, unknown[:3])), next(iter(known), "-")
-        problem = f"The layers of the document must be those of {model.name}"
+        problem = f"The document must have the layers of {model.name}"
         hint = f"Use names such as {some!r}"
         raise AtlasError(Code.UNKNOWN_LAYER, problem, got=got, hint=hint)
     fields = stored_fields(document)

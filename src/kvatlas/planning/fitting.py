@@ -109,7 +109,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The warnings about the weights, then those of the plan."""
+        """The warnings about the weights, then the warnings of the plan."""
         notes = (f"weights: {warning}" for warning in self.weights_warnings)
         return (*notes, *(self.plan.warnings if self.plan else ()))
 
@@ -139,7 +139,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 class Fitting:
     """Fits one model on GPUs of one kind, in any topology.
 
-    `weights_dtype` is the format of the weights, by default that of the checkpoint. `options` are
+    `weights_dtype` is the format of the weights, by default the checkpoint's. `options` are
     passed to `plan()` and must not include the memory or the topology.
     """
 
@@ -329,8 +329,8 @@ def fit(
     ranks of a pipeline stage then share a host. `model` is anything that `Weights.load` takes; a
     `Model` is not enough, because it has no weights. Options are `utilization`, the fraction of GPU
     memory to use (0.9 by default), `overhead`, the bytes per GPU for everything except weights and
-    cache, `weights_dtype`, the format of the weights if it is not that of the checkpoint, and the
-    options of `plan()`.
+    cache, `weights_dtype`, the format of the weights (default: the checkpoint's), and the options
+    of `plan()`.
 
     >>> found = fit("Llama-3.1-8B", "2xH100", max_len="32K")
     >>> print(found.topology, found.users())
