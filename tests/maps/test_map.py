@@ -25,7 +25,7 @@ from kvatlas.planning import Plan, plan
 from kvatlas.routing import check, route
 from tests.page.large_plan import large_plan
 from tests.planning.models import SMALL
-from tests.planning.test_foreign_fields import LAYOUTS, Arena, described
+from tests.planning.test_engine_memory import ROWS, made_of
 from tests.routing.fields_apart import apart
 
 KINDS: list[tuple[str, dict[str, Any]]] = [
@@ -82,14 +82,14 @@ def test_rows_of_a_page_are_all_bytes_of_the_page() -> None:
 @cache
 def plans_of_fields() -> list[Plan]:
     """Memory of other engines, and of none, whose fields are stored apart."""
-    engines = [described(model, make(Arena())) for model, make in LAYOUTS.values()]
+    engines = [made_of(row).described() for row in ROWS]
     drawn = [
         apart(plan(SMALL[name], memory="1MiB", max_len=64), seed)
         for name in ("dense", "sliding", "latent", "delta hybrid", "mamba hybrid")
         for seed in range(4)
     ]
     found = [made for made in engines + drawn if any(region.apart for region in made.regions)]
-    assert len(found) > 25
+    assert len(found) > 45
     return found
 
 
