@@ -225,6 +225,17 @@ class BlockIds:
         if stays.any():
             self._rest(last[stays])
 
+    def discard(self, blocks: Sequence[int]) -> None:
+        """Stop keeping the content of these blocks. Blocks without an owner become free."""
+        ids = np.array(blocks, np.int64)
+        owners, kept, *_ = self._arrays
+        if self._eviction is not None:
+            self._eviction.forget(ids)
+        idle: list[int] = ids[kept[ids] & (owners[ids] == 0)].tolist()
+        kept[ids] = False
+        self._idle -= len(idle)
+        self._free += idle
+
     def drop(self) -> list[int]:
         """Stop keeping the content of all blocks. Return the ids of the blocks that become free."""
         owners, kept, *_ = self._arrays

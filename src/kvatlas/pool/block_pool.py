@@ -440,20 +440,32 @@ class BlockPool:
         return [one * self._step for one in chosen if begun < one <= stop]
 
     def _keep(self, index: int, chain: HashChain, first: int, blocks: list[int]) -> bool:
-        """Publish a group's blocks from table entry `first` on. Return whether any is new."""
+        """Publish a group's blocks from table entry `first` on. Return whether any is new.
+
+        A block that was computed again replaces its cached copy, so that it is evicted last.
+        """
         group, kept = self.plan.groups[index], False
         share = None if self._index.groups[index].keeps_all else self._shares.get(group.pool)
         if share is not None:
             found = self._index.found(index, chain, first, len(blocks))
             if not share.make_room(len(blocks) - len(found), found):
                 return False
-        for start, part in self._index.add(index, chain, first, blocks):
-            self.ids[group.pool].keep(part)
+        ids, added = self.ids[group.pool], self._index.add(index, chain, first, blocks)
+        for start, part in added.runs:
+            ids.keep(part)
             if share is not None:
                 share.use(part)
             kept = True
             if self._listener:
                 self._news.append(stored_event(index, group, chain, start, len(part)))
+        if added.replaced:
+            old, new = map(list, zip(*added.replaced, strict=True))
+            ids.keep(new)
+            ids.discard(old)
+            if share is not None:
+                share.lose(old)
+                share.use(new)
+            kept = True
         return kept
 
     def _lost(self, pool: int, blocks: list[int]) -> None:
