@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvatlas.pool import (
     BlockEvent,
     BlockPool,
     BlockRemoved,
-    BlockStored,
     HashChain,
     PrefixIdentity,
     checkpoint_policy,
 )
+from kvatlas.pool.group_needs import hash_grain, keeps_all
 from tests.pool.models import small_plan
 
 
@@ -23,24 +25,26 @@ class Watched:
         self.pool = BlockPool(
             self.plan, eviction=eviction, checkpoints=kept, events=self.listen, partial_hits=False
         )
-        self.ends: dict[tuple[int, object], int] = {}
+        self.ends: dict[object, int] = {}
         self.evicted: list[tuple[int, int]] = []
         """(group, end in tokens) of each evicted block."""
 
     def listen(self, events: list[BlockEvent]) -> None:
         for event in events:
-            if isinstance(event, BlockStored):
+            if isinstance(event, BlockRemoved):
                 assert event.group_idx is not None
-                parent = self.ends.get((-1, event.parent_block_hash), 0)
-                for number, one in enumerate(event.block_hashes, 1):
-                    end = parent + number * event.block_size
-                    self.ends[event.group_idx, one] = self.ends[-1, one] = end
-            elif isinstance(event, BlockRemoved):
-                assert event.group_idx is not None
-                for one in event.block_hashes:
-                    self.evicted.append((event.group_idx, self.ends[event.group_idx, one]))
+                self.evicted += [(event.group_idx, self.ends[one]) for one in event.block_hashes]
+
+    def know(self, prompt: list[int]) -> None:
+        """Remember where the hashes of a prompt's prefixes end."""
+        grain = hash_grain(self.plan)
+        chain = HashChain(PrefixIdentity(), grain)
+        chain.extend(prompt)
+        for end in range(grain, len(prompt) + 1, grain):
+            self.ends[int.from_bytes(chain.at(end)[-8:], "big")] = end
 
     def serve(self, name: object, prompt: list[int]) -> int:
+        self.know(prompt)
         hit = self.pool.admit(name, prompt)
         for stop in [*self.pool.stops(name, len(prompt)), len(prompt)]:
             self.pool.reserve(name, stop)
@@ -52,8 +56,11 @@ class Watched:
         """Evict everything, and return (group, end in tokens) of each block in turn."""
         self.evicted.clear()
         for ids in self.pool.ids.values():
-            ids.release(ids.take_many(ids.free))
-        self.pool._tell()
+            taken = []
+            while ids.free:
+                taken.append(ids.take())
+                self.pool._tell()
+            ids.release(taken)
         return self.evicted
 
 
@@ -73,13 +80,6 @@ def test_a_block_that_is_computed_again_replaces_its_cached_copy() -> None:
     assert kept == 4 + states
     order = [end // step for group, end in watched.drain() if group == attention]
     assert order == [4, 2, 1, 3, 2, 1], "of the first request only the last block is still old"
-    assert watched.pool.match(chain_of(watched, first)) == 0
-
-
-def chain_of(watched: Watched, tokens: list[int]) -> HashChain:
-    chain = HashChain(PrefixIdentity(), watched.plan.block_size)
-    chain.extend(tokens)
-    return chain
 
 
 def test_two_requests_at_once_leave_one_copy_of_what_both_computed() -> None:
@@ -103,3 +103,45 @@ def test_two_requests_at_once_leave_one_copy_of_what_both_computed() -> None:
         pool.free(3)
         kept = sum(ids.kept for ids in pool.ids.values())
         assert kept * 2 == once, "every block was there twice, and is kept once"
+
+
+@pytest.mark.parametrize("model", ["hybrid", "sliding", "mixed", "chunked"])
+def test_the_end_of_a_request_is_evicted_before_its_beginning_in_all_groups(model: str) -> None:
+    watched = Watched(model, 200, eviction="lru", checkpoints="prompt-end")
+    watched.serve(1, [*range(5 * watched.plan.block_size), 1])
+    ends = [end for _, end in watched.drain()]
+    assert len({group for group, _ in watched.evicted}) == len(watched.plan.groups)
+    assert ends == sorted(ends, reverse=True)
+    whole = {n for n, group in enumerate(watched.plan.groups) if keeps_all(group)}
+    last = [group for group, end in watched.evicted if end == ends[0]]
+    assert whole == set(last[-len(whole) :]) != set(), "full attention's block goes last"
+
+
+def test_blocks_that_leave_a_window_are_released_by_position() -> None:
+    """Several groups with windows: a window without its last block in one group is useless."""
+    watched = Watched("sliding", 200, eviction="lru", checkpoints="every-block")
+    windows = [n for n, one in enumerate(watched.plan.groups) if not keeps_all(one)]
+    pool, step = watched.pool, watched.plan.block_size
+    watched.know(list(range(8 * step)))
+    pool.admit(1, range(8 * step))
+    pool.reserve(1, 7 * step)
+    pool.computed(1, 7 * step)
+    pool.reserve(1, 8 * step)  # most blocks have left their windows
+    released = sum(ids.kept for ids in pool.ids.values())
+    assert released > len(windows)
+    ends = [end for _, end in watched.drain()][:released]
+    assert ends == sorted(ends, reverse=True)
+
+
+def test_a_block_of_a_window_counts_as_used_once_by_each_request() -> None:
+    watched = Watched("sliding", 200, eviction="lfu", checkpoints="every-block")
+    step = watched.plan.block_size
+    prompt = [*range(8 * step), 1]
+    for name in range(3):
+        watched.serve(name, prompt)
+    for pool, ids in watched.pool.ids.items():
+        uses = ids._eviction._uses  # type: ignore[union-attr]
+        blocks = [block for g in watched.pool._index.groups for block in g.blocks.values()
+                  if g.group.pool == pool]  # fmt: skip
+        assert max(uses[blocks]) == 3
+        assert set(uses[blocks].tolist()) <= {1, 3}, "of windows only the last is used again"

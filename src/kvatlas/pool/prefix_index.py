@@ -21,12 +21,12 @@ from kvatlas.planning import Group, Plan
 from kvatlas.pool.group_needs import (
     can_be_cut,
     hit_step,
+    keeps_all,
     last_without_need,
     needed_blocks,
     reuses_prefixes,
 )
 from kvatlas.pool.prefix_hash import TOKEN, HashChain
-from kvatlas.specs import Visibility
 
 
 class BlockName(msgspec.Struct, frozen=True, order=True, gc=False):
@@ -51,7 +51,7 @@ class GroupIndex:
         """Whether a hit may end inside a block, so that only its first tokens match."""
         self.blocks: dict[bytes, int] = {}
         """Block ids by the hash of the prefix up to the end of the block."""
-        self.keeps_all = group.kind != "recurrent" and group.visibility == Visibility()
+        self.keeps_all = keeps_all(group)
         """Whether every earlier token is needed to continue."""
         self._behind: dict[bytes, BlockName | list[BlockName]] = {}
         """By hash of a prefix, the blocks that follow it: usually one name, or a sorted list."""
