@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 
 from kvatlas.pool import (
@@ -12,6 +14,7 @@ from kvatlas.pool import (
     PrefixIdentity,
     checkpoint_policy,
 )
+from kvatlas.pool.eviction import S3Fifo
 from kvatlas.pool.group_needs import hash_grain, keeps_all
 from tests.pool.models import small_plan
 
@@ -145,3 +148,32 @@ def test_a_block_of_a_window_counts_as_used_once_by_each_request() -> None:
                   if g.group.pool == pool]  # fmt: skip
         assert max(uses[blocks]) == 3
         assert set(uses[blocks].tolist()) <= {1, 3}, "of windows only the last is used again"
+
+
+def test_s3_fifo_remembers_contents_not_block_ids() -> None:
+    """Content that comes back enters the main queue; other content in its old block does not."""
+    watched = Watched("dense", 8, eviction="s3-fifo", checkpoints="every-block")
+    step = watched.plan.block_size
+    prompts = {name: [name] * step for name in range(40)}
+    for name in range(20):
+        watched.serve(name, prompts[name])
+    (queue,) = (ids._eviction for ids in watched.pool.ids.values())
+    assert isinstance(queue, S3Fifo)
+    assert not queue._main, "every content was new, and none was used twice"
+    assert len(queue._ghosts) == watched.pool.ids[0].kept
+    evicted = watched.evicted[-1:]
+    assert evicted
+    gone = watched.pool.ids[0].kept + 1
+    watched.serve("again", prompts[20 - gone])
+    assert len(queue._main) == 1
+
+
+def test_a_copied_pool_evicts_from_its_own_index() -> None:
+    pool = BlockPool(small_plan("dense", 8), eviction="s3-fifo")
+    other = deepcopy(pool)
+    for name in range(30):
+        other.admit(name, [name] * 16)
+        other.reserve(name, 16)
+        other.computed(name, 16)
+        other.free(name)
+    assert len(other._index.groups[0].blocks) == other.ids[0].kept == 7

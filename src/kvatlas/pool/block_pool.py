@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -101,19 +102,19 @@ class BlockPool:
         sizes: dict[int, int] = {}
         for one in plan.pools:
             sizes[one.index] = min(one.blocks, sizes.get(one.index, one.blocks))
+        self._index = PrefixIndex(plan, partial_hits=partial_hits)
         self.ids = {
             index: BlockIds(
                 blocks,
                 null_block=null_block,
-                eviction=kind(blocks),
-                evicted=lambda victims, index=index: self._lost(index, victims),  # type: ignore[misc]
+                eviction=kind(blocks, content=partial(self._index.name, index)),
+                evicted=partial(self._lost, index),
             )
             for index, blocks in sizes.items()
         }
         """The block ids of each pool, by pool index."""
         self._calls = CallGuard()
         self._requests: dict[Hashable, _Request] = {}
-        self._index = PrefixIndex(plan, partial_hits=partial_hits)
         self._listener = events
         self._news: list[BlockEvent] = []
         """Events that are sent to the listener at the end of the current call."""

@@ -266,6 +266,10 @@ class PrefixIndex:
         digests = chain.ends(group.group.block, first, first + count)
         return {group.blocks[one] for one in digests if one in group.blocks}
 
+    def name(self, pool: int, block: int) -> BlockName:
+        """Return the key of a pool's block."""
+        return self._names[pool][block]
+
     def remove(self, pool: int, blocks: Iterable[int]) -> list[BlockName]:
         """Remove blocks of a pool from the index, and return their keys."""
         names = self._names[pool]
