@@ -59,13 +59,16 @@ class S3Fifo(Eviction):
         """
         found: list[int] = []
         aside: list[tuple[OrderedDict[int, int], int, int]] = []
+        skipped = 0  # pinned entries of the small queue
         while blocks > 0 and (self._small or self._main):
-            total = len(self._small) + len(self._main)
-            small = bool(self._small) and (len(self._small) > SHARE * total or not self._main)
+            total = len(self._small) + len(self._main) + len(aside)
+            many = len(self._small) + skipped > SHARE * total
+            small = bool(self._small) and (many or not self._main)
             queue = self._small if small else self._main
             entry, uses = queue.popitem(last=False)
             if pinned[entry]:
                 aside.append((queue, entry, uses))
+                skipped += small
             elif uses:
                 self._main[entry] = 0 if small else uses - 1
             else:
