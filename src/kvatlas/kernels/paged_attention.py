@@ -126,11 +126,11 @@ def attend_latent(
     spec = layer.spec_as(LatentAttention)
     if indices is not None:
         check_indices(layer, q, indices)
-    if indices is None and (gpu := gpu_kernels(q)) and gpu.attends_latent(spec):
+    if (gpu := gpu_kernels(q)) and gpu.attends_latent(spec):
         return gpu.attend_latent(  # type: ignore[no-any-return]
             layer, q, tables=tables, lengths=lengths, queries=queries, starts=starts,
             scale=scale, kv_scale=kv_scale, sink_logits=sink_logits, out=out,
-            max_queries=max_queries,
+            max_queries=max_queries, indices=indices,
         )  # fmt: skip
 
     def rows(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
