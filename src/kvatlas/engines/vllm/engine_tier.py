@@ -1,7 +1,7 @@
 """Open a tier in a file or in host memory for an engine's workers and its scheduler.
 
-The first worker that opens a file serves it to all other workers and schedulers of this host,
-including those of other engines. A tier in memory is used by one engine only.
+The first worker that opens a file serves it to all other workers and schedulers of all engines on
+this host. A tier in memory is used by one engine only.
 """
 
 from __future__ import annotations
