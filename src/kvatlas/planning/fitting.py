@@ -144,7 +144,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The warnings about the weights, then those of the plan."""
+        """The warnings about the weights, then the warnings of the plan."""
         notes = (f"weights: {warning}" for warning in self.weights_warnings)
         return (*notes, *(self.plan.warnings if self.plan else ()))
 
@@ -185,7 +185,7 @@ class Fitting:
 
     `overhead` is the bytes per GPU for everything except weights and cache, or the engine's
     settings, from which `gpu_budget` predicts them; `"auto"` is the engine's defaults.
-    `weights_dtype` is the format of the weights, by default that of the checkpoint. `options` are
+    `weights_dtype` is the format of the weights, by default the checkpoint's. `options` are
     passed to `plan()` and must not include the memory or the topology.
     """
 
