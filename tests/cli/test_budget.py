@@ -37,6 +37,17 @@ def test_the_lines_and_the_cache_fill_the_share_of_the_engine(args: tuple[str, .
     assert all(flag in text for flag in facts["flags"])
 
 
+def test_pipelines_only_where_they_are_needed() -> None:
+    def stages(*args: str) -> int:
+        return int(said("budget", *args)["topology"]["pp"])
+
+    assert stages("Llama-3.1-70B", "--gpu", "8xH100", "--max-len", "128K") == 1
+    assert stages("Llama-3.1-70B", "--gpu", "8xH100", "--pp", "2") == 2
+    assert stages("Llama-3.1-70B", "--gpu", "8xH100", "--tp", "2", "--dp", "2") == 2
+    assert stages("Llama-3.1-405B", "--gpu", "2x8xH100") == 2
+    assert stages("Llama-3.1-70B", "--gpu", "6xA100") > 1
+
+
 def test_the_flags_can_be_pasted() -> None:
     text = shown("budget", "Llama-3.1-70B", "--gpu", "4xH100")
     pasted = text[text.index("vllm serve") :].splitlines()
