@@ -95,6 +95,13 @@ def test_each_setting_has_its_line() -> None:
     assert line("activations", release="0.11") > line("activations", release="0.32")
 
 
+def test_chips_of_the_100_family_capture_larger_batches() -> None:
+    graphs = {name: EngineLoad.default(find_gpu(name)).graphs for name in ("H100", "B200")}
+    # 1, 2, 4, then steps of 8 below 256 and of 16 from there: 51 sizes up to 512, 83 up to 1,024.
+    assert graphs == {"H100": 51 + 51, "B200": 83 + 83}
+    assert EngineLoad.default(find_gpu("B200"), sequences=128).graphs == 35 + 19
+
+
 def test_cuda_graphs_reduce_the_cache_since_0_21() -> None:
     weights, gpu = Weights.load("Qwen3-8B"), find_gpu("H100")
     older, newer = (

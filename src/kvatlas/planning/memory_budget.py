@@ -17,6 +17,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.byte_sizes import size
 from kvatlas.geometry.integers import positive
 from kvatlas.models import Gpu, Weights
+from kvatlas.planning.engine_rules import chip_of
 from kvatlas.planning.given_sizes import Topology
 from kvatlas.planning.topology import stage_layers
 
@@ -57,6 +58,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """`--max-loras`: LoRA adapters in GPU memory."""
     lora_rank: int = 16
     """`--max-lora-rank`."""
+    largest_graph: int = 512
+    """Tokens of the largest batch that has a CUDA graph."""
     release: str = NEWEST_ENGINE
     """The release of vLLM."""
 
@@ -80,8 +83,10 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
             tokens, sequences = 8192, 1024
         else:
             tokens, sequences = 2048, 256
+        graph = 1024 if (chip_of(gpu.name) or "").startswith("sm10") else 512
         given = {name: value for name, value in changes.items() if value is not None}
-        return cls(**{"batched_tokens": tokens, "sequences": sequences} | given)
+        defaults = {"batched_tokens": tokens, "sequences": sequences, "largest_graph": graph}
+        return cls(**defaults | given)
 
     @property
     def version(self) -> tuple[int, ...]:
@@ -99,7 +104,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
         """The number of CUDA graphs that vLLM captures: for mixed batches, and for decoding."""
         if self.eager:
             return 0
-        most = min(2 * self.sequences, 512)
+        most = min(2 * self.sequences, self.largest_graph)
         listed = (1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16))
         sizes: list[int] = [n for n in listed if n <= most]
         return len(sizes) + len([n for n in sizes if n <= self.sequences])
