@@ -14,6 +14,7 @@ import typer
 from rich.text import Text
 
 from kvatlas.cli.app import Json, answer, app, command
+from kvatlas.cli.budget import budget
 from kvatlas.cli.catalogue_commands import hybrids, layouts, models
 from kvatlas.cli.compare import AXES, axes_of, compared_plans, compared_title
 from kvatlas.cli.explain_compare import plan_differences
@@ -168,7 +169,10 @@ def fit(
         float, typer.Option(help="Share of the GPU memory that the engine may use.")
     ] = 0.9,
     overhead: Annotated[
-        str, typer.Option(help="GPU memory that is neither weights nor cache.")
+        str,
+        typer.Option(
+            help="GPU memory that is neither weights nor cache; auto: as in `kvatlas budget`."
+        ),
     ] = "3GiB",
     weights_dtype: Annotated[
         str | None, typer.Option(help="Format of the weights: fp8, nvfp4, ...")
@@ -191,6 +195,12 @@ def fit(
         report(refusal)
     if failed:
         raise typer.Exit(REFUSED)
+
+
+command(
+    "budget Llama-3.1-70B --gpu 4xH100 --max-len 32K",
+    "budget gpt-oss-120b --gpu H200 --max-num-seqs 256 --json",
+)(budget)
 
 
 def _save(path: Path, content: bytes) -> None:

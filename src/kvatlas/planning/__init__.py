@@ -12,6 +12,7 @@ from kvatlas.planning.exchange_to_plan import from_exchange
 from kvatlas.planning.fitting import Fit, Fitting, fit
 from kvatlas.planning.foreign_memory import foreign
 from kvatlas.planning.given_sizes import GivenSizes, Topology
+from kvatlas.planning.memory_budget import Budget, EngineLoad, gpu_budget
 from kvatlas.planning.plan_parts import FieldPlacement, Group, Pool, PoolSegment, Region
 from kvatlas.planning.planner import Policy, plan
 from kvatlas.planning.plans import Plan
@@ -20,7 +21,9 @@ from kvatlas.planning.report import Padding, padding
 __all__ = [
     "BACKENDS",
     "Backend",
+    "Budget",
     "CacheDocument",
+    "EngineLoad",
     "FieldPlacement",
     "Fit",
     "Fitting",
@@ -38,6 +41,7 @@ __all__ = [
     "fit",
     "foreign",
     "from_exchange",
+    "gpu_budget",
     "padding",
     "plan",
     "to_exchange",
