@@ -91,14 +91,14 @@ class _Part(NamedTuple):
     """A layer of a region, or a part of its state."""
 
     region: Region
-    index: int
+    number: int
 
     @property
     def layer(self) -> Layer:
-        return self.region.layers[self.index]
+        return self.region.layers[self.number]
 
     def order(self) -> tuple[int, str, int]:
-        return self.layer.index, self.layer.name, self.region.part(self.index)
+        return self.layer.index, self.layer.name, self.region.part(self.number)
 
 
 def _parts(plan: Plan) -> Iterator[_Part]:

@@ -17,8 +17,9 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.models import Model
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import fingerprint
-from kvatlas.tier import Converting, TierClient, share_file, share_memory, socket_beside
+from kvatlas.tier import Converting, TierClient, share_file, share_memory
 from kvatlas.tier.converting import TierRoutes
+from kvatlas.tier.file_owner import socket_beside
 from kvatlas.tier.opening import stored_as
 
 log = logging.getLogger("kvatlas.vllm")

@@ -132,15 +132,8 @@ class FolderSpace:
         where, values = ("", ()) if owner == ALL else ("WHERE tenant = ?", (owner,))
         query = f"SELECT name, size, used, writing FROM objects {where} ORDER BY used LIMIT {_FEW}"  # noqa: S608
         found = [Candidate(*row) for row in database.execute(query, values)]
-        for name, *numbers in found:
-            # Another program may have written the index: delete nothing outside the folder.
-            numbers_only = all(isinstance(number, int) for number in numbers)
-            if (
-                not numbers_only
-                or not is_name(str(name))
-                or leads_away(self._root, self._root / name)
-            ):
-                raise DamagedIndexError
+        if not all(isinstance(number, int) for one in found for number in one[1:]):
+            raise DamagedIndexError
         return found
 
     def _consider(self, database: sqlite3.Connection, one: Candidate) -> tuple[int, int]:
@@ -149,6 +142,9 @@ class FolderSpace:
         Returns (freed bytes, time). The time is the last use if the object was kept because of it,
         otherwise 0.
         """
+        # Another program may have written the index: delete nothing outside the folder.
+        if not is_name(str(one.name)) or leads_away(self._root, self._root / one.name):
+            raise DamagedIndexError
         now = time.time_ns()
         if one.writing and now - one.writing < _RESERVED:
             self._requeue(database, one.name, now)

@@ -56,6 +56,8 @@ class Scores(NamedTuple):
     v_scale: float
     sink_logits: bool
     """Whether sink logits are given."""
+    selected: bool = False
+    """Whether each query attends to selected tokens only."""
 
 
 class DecodeLaunch(NamedTuple):
@@ -222,7 +224,7 @@ def _shape(
     heads: int,
     scores: Scores,
 ) -> calls.AttentionShape:
-    latent = isinstance(layer.spec, LatentAttention)
+    latent, states = isinstance(layer.spec, LatentAttention), layer.kernel_blocks.size("N")
     values = k.format if latent else v.format
     own = formats.dot_of(q)
     k_dot = calls.dot_for(own, k, values=False)
@@ -230,8 +232,8 @@ def _shape(
         k.format, v.format, k_dot, k_dot if latent else calls.dot_for(own, v, values=True),
         "ieee" if k_dot == tl.float32 else "tf32",
         calls.OutputShape(q.shape[1] // heads, values.dim, values.width, scores.sink_logits),
-        layer.kernel_blocks.size("N"), latent, calls.mask_of(layer.spec.visibility)[0],
-        bool(scores.softcap),
+        1 if scores.selected else states, latent, calls.mask_of(layer.spec.visibility)[0],
+        bool(scores.softcap), states if scores.selected else 0,
     )  # fmt: skip
 
 
@@ -240,7 +242,7 @@ def _scoring(layer: LayerCache, scores: Scores) -> calls.Scoring:
     spec = layer.spec
     scale, k_scale, v_scale = scores.scale, scores.k_scale, scores.v_scale
     if isinstance(spec, LatentAttention):
-        kept_as_is = spec.cache == "auto"
+        kept_as_is = spec.cache not in _PER_TENSOR
     else:
         spec = layer.spec_as(Attention)
         kept_as_is = spec.cache not in _PER_TENSOR
