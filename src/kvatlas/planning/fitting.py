@@ -254,7 +254,7 @@ class Fitting:
     def fits(self, gpus: Gpus, sizes: GivenSizes = ANY) -> Iterator[Fit]:
         """Yield the fits in all topologies with the given sizes, in no particular order.
 
-        Where `dcp` is open, only those are tried that vLLM supports. Where `ep` is open, it
+        If `dcp` is not given, only values that vLLM supports are tried. Where `ep` is open, it
         is tp x dp or 1, whichever takes less memory.
         """
         positive(gpus.number, "the number of GPUs")
@@ -384,7 +384,7 @@ def fit(model: Any, gpus: str, **options: Any) -> Fit:
     `model` is anything that `Weights.load` takes; a `Model` is not enough, because it has no
     weights. Other options are `utilization`, the fraction of GPU memory to use (0.9 by default),
     `overhead`, the bytes per GPU for everything except weights and cache, `weights_dtype`, the
-    format of the weights if it is not that of the checkpoint, and the options of `plan()`.
+    format of the weights (default: the checkpoint's), and the options of `plan()`.
 
     >>> found = fit("Llama-3.1-8B", "2xH100", max_len="32K")
     >>> print(found.topology, found.users())
