@@ -185,7 +185,7 @@ class BlockIndex:
         brought: dict[Any, Delivery] | None,
         sums: PartSums | None = None,
     ) -> list[TierBlock]:
-        """Record that a rank has written the blocks that it had claimed, or that it has failed.
+        """Record that a rank has written the blocks it claimed, or has failed.
 
         `brought` contains the byte ranges that the rank has written, by `NeededBlock.shape`, or is
         None if the rank has failed. `sums` are the rank's contributions to block checksums. Returns
