@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,10 @@ def mutate(value: Any, rng: random.Random) -> None:
     elif isinstance(old, str) and kind < 0.9:
         owner[path[-1]] = rng.choice(STRINGS)
     elif isinstance(old, list) and kind < 0.9 and old:
-        rng.choice([old.reverse, lambda: old.append(copy.deepcopy(old[0])), old.pop])()
+        changes: list[Callable[[], object]] = [
+            old.reverse, lambda: old.append(copy.deepcopy(old[0])), old.pop
+        ]  # fmt: skip
+        rng.choice(changes)()
     elif kind < 0.95:
         owner[path[-1]] = rng.choice([None, [], {}, 0, "", True])
     elif isinstance(owner, dict):
