@@ -18,7 +18,7 @@ import msgspec
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import positive
-from kvatlas.models import OVERHEAD, Gpu, Gpus, Model, Weights, find_gpus, memory_for_cache
+from kvatlas.models import OVERHEAD, Gpu, Gpus, Model, find_gpus, memory_for_cache
 from kvatlas.planning.engine_rules import chip_of
 from kvatlas.planning.plan_data import DECODING
 from kvatlas.planning.planner import plan
@@ -153,6 +153,8 @@ class Fitting:
         weights_dtype: str | None = None,
         **options: Any,
     ) -> None:
+        from kvatlas.models import Weights  # slow to import, and plans do not need it
+
         self.weights = Weights.load(model, dtype=weights_dtype)
         kv_dtype = options.pop("kv_dtype", None)
         self.model = Model.load(model)
