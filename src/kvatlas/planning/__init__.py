@@ -11,8 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvatlas.planning.backends import BACKENDS, Backend, backends_of
-from kvatlas.planning.fitting import Fit, Fitting, Topology, fit
+from kvatlas.planning.fitting import Fit, Fitting, fit
 from kvatlas.planning.foreign_memory import foreign
+from kvatlas.planning.given_sizes import GivenSizes, Topology
 from kvatlas.planning.plan_parts import FieldPlacement, Group, Pool, PoolSegment, Region
 from kvatlas.planning.planner import Policy, plan
 from kvatlas.planning.plans import Plan
@@ -30,6 +31,7 @@ __all__ = [
     "FieldPlacement",
     "Fit",
     "Fitting",
+    "GivenSizes",
     "Group",
     "Padding",
     "Plan",

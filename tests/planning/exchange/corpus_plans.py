@@ -67,8 +67,8 @@ def small(name: str, layers: int) -> Model:
 
 
 def made(model: Model, **given: Any) -> Callable[[], Plan]:
-    ask: dict[str, Any] = {"memory": "256KiB", "max_len": 64, **given}
-    return partial(plan, model, **ask)
+    settings: dict[str, Any] = {"memory": "256KiB", "max_len": 64} | given
+    return partial(plan, model, **settings)
 
 
 def engine(name: str) -> Callable[[], Plan]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,13 @@ def mutate(value: Any, rng: random.Random) -> None:
     elif isinstance(old, str) and kind < 0.9:
         owner[path[-1]] = rng.choice(STRINGS)
     elif isinstance(old, list) and kind < 0.9 and old:
-        changes: list[Callable[[], object]] = [
-            old.reverse, lambda: old.append(copy.deepcopy(old[0])), old.pop
-        ]  # fmt: skip
-        rng.choice(changes)()
+        match rng.randrange(3):
+            case 0:
+                old.reverse()
+            case 1:
+                old.append(copy.deepcopy(old[0]))
+            case _:
+                old.pop()
     elif kind < 0.95:
         owner[path[-1]] = rng.choice([None, [], {}, 0, "", True])
     elif isinstance(owner, dict):

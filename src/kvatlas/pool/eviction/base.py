@@ -12,7 +12,7 @@ entries that it touches, and the memory on the number of entries.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -52,6 +52,8 @@ class Eviction:
     entries: int
     size: Callable[[Ids], Ids] | None = None
     """Function that returns the number of blocks of each entry; None if all have one block."""
+    content: Callable[[int], Hashable] | None = None
+    """Function that returns the content of an entry; None if entries are their own content."""
     needs: ClassVar[tuple[str, ...]] = ()
     """The fields of `Use` that the policy requires."""
     _heap: list[tuple[Rank, int, Ids]] = field(default_factory=list, init=False)
