@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from kvatlas.errors import AtlasError
 from kvatlas.geometry.byte_sizes import size
 from kvatlas.geometry.integers import positive
-from kvatlas.models import OVERHEAD, Gpu, Gpus, Model, Weights, find_gpus, memory_for_cache
+from kvatlas.models import OVERHEAD, Gpu, Gpus, Model, find_gpus, memory_for_cache
 from kvatlas.planning.engine_rules import chip_of
 from kvatlas.planning.given_sizes import GivenSizes, Topology, check_experts, sizes_of
 from kvatlas.planning.memory_budget import Budget, EngineLoad, gpu_budget
@@ -211,6 +211,8 @@ class Fitting:
         weights_dtype: str | None = None,
         **options: Any,
     ) -> None:
+        from kvatlas.models import Weights  # slow to import, and plans do not need it
+
         self.weights = Weights.load(model, dtype=weights_dtype)
         kv_dtype = options.pop("kv_dtype", None)
         self.model = Model.load(model)
