@@ -15,6 +15,7 @@ from kvatlas.planning import Plan
 from kvatlas.pool import BlockPool, checkpoint_policy
 from kvatlas.pool.group_needs import hash_grain, keeps_all
 from kvatlas.simulate import PoolModel, ReplayPolicy, Trace
+from kvatlas.simulate.fast_replay import FastReplay
 from kvatlas.simulate.pool_replay import PoolReplay
 from kvatlas.simulate.prefill_steps import PrefillSteps
 from kvatlas.simulate.traces import TraceBuilder, TraceRequest
@@ -75,6 +76,11 @@ def served(made: Plan, trace: Trace, policy: ReplayPolicy, steps: PrefillSteps) 
         yield hit
 
 
+def made_blocks(made: Plan) -> Iterator[int]:
+    """Blocks of each pool, without the null block."""
+    return (one.blocks - 1 for one in made.pools)
+
+
 @pytest.mark.parametrize("model", MODELS)
 @settings(max_examples=3_000 if DEEP else 60, deadline=None)
 @given(seed=st.integers(0, 1 << 32))
@@ -95,3 +101,8 @@ def test_the_replay_finds_what_the_pool_finds(model: str, seed: int) -> None:
     replay = PoolReplay(PoolModel.of(made), trace, policy, batched_tokens=batched)
     expected = list(served(made, trace, policy, replay._steps))
     assert (replay.run().hits * replay.model.step).tolist() == expected, policy
+    fast = FastReplay(PoolModel.of(made), trace, policy, batched_tokens=batched)
+    assert (fast.run().hits * replay.model.step).tolist() == expected, policy
+    assert fast.outcome.evictions == replay.outcome.evictions
+    assert fast.outcome.peak == replay.outcome.peak
+    assert [ids.free for ids in fast._ids] == list(made_blocks(made))

@@ -7,7 +7,7 @@ compare it with `BlockPool`, request by request.
 
 A prefix of the trace that ends where a block ends has a number for each block size. `_where` maps
 (group, number) to a block id. Recurrent groups keep few prefixes, so they have rows in `_where`:
-`_Bundle.row_of` maps a number to a row, which has an element for each group.
+`Bundle.row_of` maps a number to a row, which has an element for each group.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvatlas.geometry.integers import ceil_div
 from kvatlas.pool.block_ids import BlockIds
 from kvatlas.pool.checkpoint_share import CheckpointShare
 from kvatlas.pool.checkpoints import Prompt
-from kvatlas.pool.eviction import Eviction, eviction_policy
+from kvatlas.pool.eviction import Eviction, Lru, eviction_policy
 from kvatlas.simulate.layer_classes import LayerClass, PoolModel
 from kvatlas.simulate.prefill_steps import BATCHED_TOKENS, PrefillSteps
 from kvatlas.simulate.prompt_spans import Spans
@@ -45,9 +45,41 @@ class _Ids(BlockIds):
     def _lose(self, ids: Ints) -> None:
         self._gone(ids)
 
+    @property
+    def is_lru(self) -> bool:
+        """Whether blocks are evicted in the order of their last use."""
+        return isinstance(self._eviction, Lru)
+
+    @property
+    def used(self) -> int:
+        """Number of blocks with an owner or with kept content."""
+        return self.count - 1 - self._waiting
+
+    def pin(self, blocks: Ints) -> None:
+        """Protect kept blocks without an owner from eviction, until `queue` is called."""
+        self._arrays.woken[blocks] = True
+        self._idle -= len(blocks)
+
+    def make_free(self, count: int) -> None:
+        """Evict blocks until `count` blocks are free."""
+        if count > self._waiting:
+            self._evict(count - self._waiting)
+
+    def take_kept(self, count: int) -> Ints:
+        """Take free blocks, whose content is kept, without an owner. Call `queue` for them."""
+        self._waiting -= count
+        taken: Ints = self._stack[self._waiting : self._waiting + count].copy()
+        self._arrays.kept[taken] = True
+        return taken
+
+    def queue(self, blocks: Ints) -> None:
+        """Queue kept blocks without an owner for eviction, in this order."""
+        if len(blocks):
+            self._rest(blocks)
+
 
 @dataclass
-class _Bundle:
+class Bundle:
     """Alike groups: all groups of one layer class."""
 
     one: LayerClass
@@ -74,6 +106,8 @@ class _Bundle:
     """For recurrent groups, the number of groups of each row that have a block."""
     rows: list[int]
     """Free rows."""
+    each: Ints
+    """The numbers of the groups, from 0."""
 
     def names(self, numbers: Ints) -> Ints:
         """Return [group, number]: the elements of `_where` for these prefixes."""
@@ -82,6 +116,25 @@ class _Bundle:
     def first(self, tokens: int) -> int:
         """Return the first token that the token at position `tokens` sees."""
         return min(int(self.one.visibility.first(tokens)), tokens)
+
+    def window_runs(
+        self, ends: list[int], before: int, *, joined: bool = True
+    ) -> list[tuple[int, int]]:
+        """Return (start, stop) of the table entries that windows need to continue after `ends`.
+
+        Entries before `before` are left out. Adjacent ranges are joined if `joined` is true.
+        """
+        runs: list[tuple[int, int]] = []
+        firsts = self.firsts(np.array(ends, np.int64)).tolist()
+        for first, end in zip(firsts, ends, strict=True):
+            stop = end // self.block
+            start = max(min(first, stop), before)
+            if start < stop:
+                if runs and joined and runs[-1][1] == start:
+                    start = runs.pop()[0]
+                runs.append((start, stop))
+                before = stop
+        return runs
 
     def firsts(self, ends: Ints) -> Ints:
         """Return, for each of `ends` in tokens, the first block needed to continue."""
@@ -93,7 +146,7 @@ class _Bundle:
 class _Table:
     """The block tables of one request in alike groups."""
 
-    bundle: _Bundle
+    bundle: Bundle
     numbers: Ints
     """The prefix number at the end of each block of the prompt."""
     blocks: Ints
@@ -116,6 +169,19 @@ class _Request:
     """Number of tokens that were cached."""
     computed: int
     rings: list[Ints] = field(default_factory=list)
+
+
+@dataclass
+class Found:
+    """The cached prefix of a request, before the request takes blocks."""
+
+    request: int
+    cuts: dict[int, Ints]
+    """The prefix numbers of the prompt, by block size."""
+    hit: int
+    """Number of cached tokens."""
+    ends: list[int]
+    """Checkpoints to keep, in tokens."""
 
 
 class PoolReplay:
@@ -157,7 +223,7 @@ class PoolReplay:
         self.outcome = Outcome(np.zeros(len(trace), np.int64))
 
     def _build(self, spans_of: Callable[[Trace, int], Spans]) -> None:
-        self._bundles: list[_Bundle] = []
+        self._bundles: list[Bundle] = []
         self._cuts: dict[int, Spans] = {}
         total = 0
         for one in self.model.classes:
@@ -170,11 +236,12 @@ class PoolReplay:
             shift = 1 if state else spans.count
             bases = total + np.arange(one.groups)[:, None] * shift
             self._bundles.append(
-                _Bundle(
+                Bundle(
                     one, one.groups, block, spans, total, width, keeps_all, state,
                     0 if state else 1 + keeps_all, bases,
                     np.full(spans.count if state else 0, ABSENT, np.int32),
                     np.zeros(rows, np.int64), np.zeros(rows, np.int32), list(range(rows))[::-1],
+                    np.arange(one.groups),
                 )
             )  # fmt: skip
             total += width * one.groups
@@ -208,15 +275,21 @@ class PoolReplay:
 
     def serve(self, request: int) -> int:
         """Serve one request and return how many of its leading spans were cached."""
-        asked, length = self._admit(request), self._lengths[request]
-        steps = self._steps.between(asked.hit, length, asked.ends)
-        fits = all(self._compute(asked, stop) for _, stop in steps)
-        fits = fits and (not self._outputs[request] or self._answer(asked))
-        self._end(asked)
-        hit = asked.hit // self.model.step if fits else 0
+        found = self._look(request)
+        fits = self._serve(found)
+        hit = found.hit // self.model.step if fits else 0
         self.outcome.refused += not fits
         self.outcome.hits[request] = hit
         return hit
+
+    def _serve(self, found: Found) -> bool:
+        """Serve a request step by step. Return whether the pools had enough blocks."""
+        asked = self._admit(found)
+        steps = self._steps.between(asked.hit, self._lengths[found.request], asked.ends)
+        fits = all(self._compute(asked, stop) for _, stop in steps)
+        fits = fits and (not self._outputs[found.request] or self._answer(asked))
+        self._end(asked)
+        return fits
 
     def _compute(self, asked: _Request, tokens: int) -> bool:
         if not self._reserve(asked, tokens):
@@ -233,8 +306,8 @@ class PoolReplay:
         length = self._lengths[asked.number]
         return self._reserve(asked, length + self._outputs[asked.number], answer=True)
 
-    def _admit(self, request: int) -> _Request:
-        """Begin a request, which then owns the blocks of the longest cached prefix."""
+    def _look(self, request: int) -> Found:
+        """Return the longest cached prefix of a request, and the checkpoints to keep."""
         model, cuts = self.model, {}
         for block, spans in self._cuts.items():
             cuts[block] = spans.of_request(request)
@@ -244,8 +317,13 @@ class PoolReplay:
         seen = self._seen.count(mine) if self._kept.asks_for_seen else 0
         prompt = Prompt(model.step, hit, seen, known, len(mine), attention, reusable)
         wanted: Ints = self._kept.positions(prompt) * model.step
+        return Found(request, cuts, hit * model.step, wanted.tolist())
+
+    def _admit(self, found: Found) -> _Request:
+        """Begin a request, which then owns the blocks of the longest cached prefix."""
+        request, cuts = found.request, found.cuts
         end = self._lengths[request] + self._outputs[request]
-        tokens, tables = hit * model.step, []
+        tokens, tables = found.hit, []
         shared: list[list[Ints]] = [[] for _ in self._ids]
         for bundle in self._bundles:
             numbers = cuts[bundle.block]
@@ -256,21 +334,25 @@ class PoolReplay:
                 continue
             table.size = stop = tokens // bundle.block
             if bundle.state:
-                row = bundle.row_of[numbers[stop - 1]]
-                found = self._where[bundle.base + row * bundle.groups + np.arange(bundle.groups)]
-                table.blocks[:, 0], table.size = found, 1
+                there = self._state(bundle, numbers[stop - 1])
+                table.blocks[:, 0], table.size = there, 1
             else:
                 table.gone = min(bundle.first(tokens) // bundle.block, stop)
-                found = self._where[bundle.names(numbers[table.gone : stop])]
-                table.blocks[:, table.gone : stop] = found
-            blocks = found.astype(np.int64).ravel()
+                there = self._where[bundle.names(numbers[table.gone : stop])]
+                table.blocks[:, table.gone : stop] = there
+            blocks = there.astype(np.int64).ravel()
             shared[bundle.one.pool].append(blocks)
             if self._shares and not bundle.keeps_all and bundle.one.pool in self._shares:
                 self._shares[bundle.one.pool].use(blocks.tolist())
         for ids, parts in zip(self._ids, shared, strict=True):
             if parts:
                 ids.share_array(parts[0] if len(parts) == 1 else np.concatenate(parts))
-        return _Request(request, tables, wanted.tolist(), tokens, tokens)
+        return _Request(request, tables, found.ends, tokens, tokens)
+
+    def _state(self, bundle: Bundle, number: int) -> NDArray[np.int32]:
+        """Return the block of each group for a cached state."""
+        start = bundle.base + int(bundle.row_of[number]) * bundle.groups
+        return self._where[start : start + bundle.groups]
 
     def _find(self, cuts: dict[int, Ints], reusable: int) -> tuple[int, int]:
         """Return the number of leading spans after which a request can continue.
@@ -293,7 +375,7 @@ class PoolReplay:
             longest -= int(good[::-1].argmax())
         return longest, attention if len(others) < len(self._bundles) else longest
 
-    def _leading(self, bundle: _Bundle, numbers: Ints) -> int:
+    def _leading(self, bundle: Bundle, numbers: Ints) -> int:
         """Return how many leading blocks are cached in all groups."""
         for base in bundle.bases[:, 0].tolist():
             start, count = 0, 64
@@ -307,7 +389,7 @@ class PoolReplay:
                 count *= 4
         return len(numbers)
 
-    def _can_serve(self, cuts: dict[int, Ints], others: list[_Bundle], end: int) -> bool:
+    def _can_serve(self, cuts: dict[int, Ints], others: list[Bundle], end: int) -> bool:
         """Return whether all windows and states needed to continue after `end` spans are cached."""
         tokens = end * self.model.step
         for bundle in others:
@@ -322,7 +404,7 @@ class PoolReplay:
                     return False
         return True
 
-    def _continues(self, bundle: _Bundle, numbers: Ints, good: NDArray[np.bool_]) -> None:
+    def _continues(self, bundle: Bundle, numbers: Ints, good: NDArray[np.bool_]) -> None:
         """Clear the elements of `good` for numbers of spans after which groups cannot continue."""
         most, each = len(good) - 1, self.model.step // bundle.block
         if bundle.state:
@@ -381,9 +463,7 @@ class PoolReplay:
             asked.rings = [one[count:] for one, count in zip(taken, used, strict=True)]
         for pool, blocks in left:
             self._ids[pool].release_array(blocks)
-        self.outcome.peak = max(
-            self.outcome.peak, sum(ids.count - 1 - ids._waiting for ids in self._ids)
-        )
+        self.outcome.peak = max(self.outcome.peak, sum(ids.used for ids in self._ids))
         return True
 
     def _copied(self, table: _Table) -> Ints:
@@ -453,22 +533,12 @@ class PoolReplay:
                 if ends[-1] == tokens:
                     self._keep_state(table, tokens)
             else:
-                self._keep_windows(table, np.array(ends, np.int64))
+                self._keep_windows(table, ends)
 
-    def _keep_windows(self, table: _Table, ends: Ints) -> None:
+    def _keep_windows(self, table: _Table, ends: list[int]) -> None:
         bundle = table.bundle
-        firsts, stops = bundle.firsts(ends), ends // bundle.block
         shared = bundle.one.pool in self._shares
-        runs: list[list[int]] = []
-        before = table.gone
-        for first, stop in zip(firsts.tolist(), stops.tolist(), strict=True):
-            start = max(min(first, stop), before)
-            if start < stop:
-                if runs and not shared and runs[-1][1] == start:
-                    runs[-1][1] = stop
-                else:
-                    runs.append([start, stop])
-                before = stop
+        runs = bundle.window_runs(ends, table.gone, joined=not shared)
         if shared:
             for group in range(bundle.groups):
                 for start, stop in runs:
@@ -482,11 +552,8 @@ class PoolReplay:
     def _keep_state(self, table: _Table, tokens: int) -> None:
         bundle = table.bundle
         number = int(table.numbers[tokens // bundle.block - 1])
+        names = self._row(bundle, number)
         row = int(bundle.row_of[number])
-        if row < 0:
-            row = bundle.rows.pop()
-            bundle.row_of[number], bundle.prefix_of[row] = row, number
-        names = bundle.base + row * bundle.groups + np.arange(bundle.groups)
         bundle.live[row] += 1  # so that the row is not freed while its blocks are replaced
         if bundle.one.pool in self._shares:
             for group in range(bundle.groups):
@@ -498,7 +565,16 @@ class PoolReplay:
         if not bundle.live[row]:
             self._free_rows(bundle, np.array([row]))
 
-    def _keep(self, bundle: _Bundle, names: Ints, blocks: Ints) -> None:
+    def _row(self, bundle: Bundle, number: int) -> Ints:
+        """Return the elements of `_where` for a state, which gets a row unless it has one."""
+        row = int(bundle.row_of[number])
+        if row < 0:
+            row = bundle.rows.pop()
+            bundle.row_of[number], bundle.prefix_of[row] = row, number
+            bundle.live[row] = 0
+        return bundle.base + row * bundle.groups + bundle.each
+
+    def _keep(self, bundle: Bundle, names: Ints, blocks: Ints) -> None:
         """Keep blocks as the content of these elements of `_where`.
 
         A block that was computed again replaces its cached copy.
@@ -516,7 +592,7 @@ class PoolReplay:
         self._names[pool][blocks] = names
         self._ids[pool].keep(blocks)
 
-    def _keep_shared(self, bundle: _Bundle, names: Ints, blocks: Ints) -> None:
+    def _keep_shared(self, bundle: Bundle, names: Ints, blocks: Ints) -> None:
         """Keep blocks of one group, if the share of checkpoints allows it."""
         share = self._shares[bundle.one.pool]
         before = self._where[names]
@@ -549,7 +625,7 @@ class PoolReplay:
             self._shares[pool].lose(blocks.tolist())
         self.outcome.evictions += len(blocks)
 
-    def _free_rows(self, bundle: _Bundle, rows: Ints) -> None:
+    def _free_rows(self, bundle: Bundle, rows: Ints) -> None:
         bundle.row_of[bundle.prefix_of[rows]] = ABSENT
         bundle.rows += rows.tolist()
 

@@ -1,0 +1,262 @@
+"""`FastReplay`: `PoolReplay` that serves most requests at once instead of step by step.
+
+The order of evictions is the same if all blocks that a request evicts were unused before the
+request began. That is so if the pools have enough such blocks, and if eviction is LRU or the
+request releases kept blocks only at its end. Other requests are served step by step. Blocks that a
+request takes and releases without keeping them are counted, and get no ids.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from kvatlas.geometry.integers import ceil_div
+from kvatlas.simulate.pool_replay import ABSENT, Bundle, Found, PoolReplay
+from kvatlas.simulate.traces import Ints
+
+Run = tuple[int, int]
+
+
+class _Part:
+    """What one request does in the groups of one bundle."""
+
+    def __init__(self, bundle: Bundle, numbers: Ints, hit: int, owned: Ints, first: int) -> None:
+        self.bundle, self.numbers, self.pool = bundle, numbers, bundle.one.pool
+        self.begun = hit // bundle.block
+        self.size, self.gone = self.begun, first
+        """Number of table entries, and of leading entries that windows no longer need."""
+        self.owned, self.first = owned, first
+        """[group, entry]: cached blocks that the request uses, and the entry of the first."""
+        self.runs: list[Run] = []
+        """Table entries that the request computes and keeps, as disjoint ascending ranges."""
+        self.states: dict[int, Ints] = {hit: owned.ravel()} if bundle.state and hit else {}
+        """The blocks of kept states, by number of tokens."""
+        self.blocks = owned
+        """[group, entry - first]: kept blocks, or `ABSENT`."""
+
+
+Released = list[tuple[_Part, int, int]]
+"""Ranges of table entries that are released together. A state has the range (tokens, tokens)."""
+
+
+class FastReplay(PoolReplay):
+    """A replay that gives the same hits as `PoolReplay`, in less time."""
+
+    def _serve(self, found: Found) -> bool:
+        dense = all(bundle.keeps_all for bundle in self._bundles)
+        if self._shares or any(self.model.rings) or not (dense or self._ids[0].is_lru):
+            return super()._serve(found)
+        parts = [self._part(bundle, found) for bundle in self._bundles]
+        pinned = [
+            np.concatenate([_NOTHING, *(one.owned.ravel() for one in parts if one.pool == pool)])
+            for pool in range(len(self._ids))
+        ]
+        if not self._fits_at_once(parts, found, pinned):
+            return super()._serve(found)
+        for ids, blocks in zip(self._ids, pinned, strict=True):
+            ids.pin(blocks)
+        self._at_once(parts, found)
+        return True
+
+    def _part(self, bundle: Bundle, found: Found) -> _Part:
+        numbers, hit = found.cuts[bundle.block], found.hit
+        stop = first = hit // bundle.block
+        owned = np.empty((bundle.groups, 0), np.int64)
+        if hit and bundle.state:
+            owned = self._state(bundle, int(numbers[stop - 1])).astype(np.int64)[:, None]
+        elif hit:
+            first = 0 if bundle.keeps_all else min(bundle.first(hit) // bundle.block, stop)
+            owned = self._where[bundle.names(numbers[first:stop])].astype(np.int64)
+        return _Part(bundle, numbers, hit, owned, first)
+
+    def _fits_at_once(self, parts: list[_Part], found: Found, pinned: list[Ints]) -> bool:
+        """Return whether enough blocks are free or unused, whatever the request releases."""
+        end = self._lengths[found.request] + self._outputs[found.request]
+        free = [ids.free - len(used) for ids, used in zip(self._ids, pinned, strict=True)]
+        for part in parts:
+            states = len(found.ends) + 2
+            count = states if part.bundle.state else ceil_div(end, part.bundle.block) - part.begun
+            free[part.pool] -= count * part.bundle.groups
+        return min(free) >= 0
+
+    def _at_once(self, parts: list[_Part], found: Found) -> None:
+        """Serve a request that fits: evict step by step, and assign block ids at the end."""
+        length, outputs = self._lengths[found.request], self._outputs[found.request]
+        held = [0] * len(self._ids)
+        released: list[Released] = []
+        copies = [self._has_copies(part, length, found.ends) for part in parts]
+        computed = found.hit
+        for start, stop in self._steps.between(found.hit, length, found.ends):
+            self._step(parts, held, released, start, stop)
+            ends = [one for one in found.ends if start < one <= stop]
+            for part, again in zip(parts, copies, strict=True):
+                self._publish_part(part, start, stop, ends, again=again)
+            computed = stop
+        if outputs:
+            self._step(parts, held, released, computed, length + outputs, answer=True)
+        self._assign(parts)
+        queued: list[list[Ints]] = [[] for _ in self._ids]
+        for ranges in released:
+            self._queue(ranges, queued)
+        for order in self._order:
+            mine = [parts[number] for number in order]
+            ending = [(one, computed, computed) for one in mine if computed in one.states]
+            ending = [] if outputs else ending
+            ending += [(one, one.gone, one.size) for one in mine if not one.bundle.state]
+            self._queue(ending, queued)
+        for ids, blocks in zip(self._ids, queued, strict=True):
+            ids.queue(np.concatenate([_NOTHING, *blocks]))
+
+    def _step(
+        self,
+        parts: list[_Part],
+        held: list[int],
+        released: list[Released],
+        computed: int,
+        stop: int,
+        *,
+        answer: bool = False,
+    ) -> None:
+        """Count the blocks that a step releases and takes, and evict others for them.
+
+        The step computes tokens computed .. stop - 1. `held` is the number of blocks of each pool
+        that the request owns without ids.
+        """
+        left: Released = []
+        copied: list[Released] = []
+        for part in parts:
+            bundle, pool = part.bundle, part.pool
+            if bundle.state:
+                if computed in part.states:
+                    copied.append([(part, computed, computed)])
+                    held[pool] += bundle.groups
+                elif not part.size:
+                    held[pool] += bundle.groups
+                part.size = 1
+                continue
+            size = ceil_div(stop, bundle.block)
+            if not bundle.keeps_all:
+                gone = min(bundle.first(computed) // bundle.block, part.size)
+                if gone > part.gone:
+                    left.append((part, part.gone, gone))
+                    kept = sum(
+                        max(min(last, gone) - max(first, part.gone), 0)
+                        for first, last in ((part.first, part.begun), *part.runs)
+                    )
+                    held[pool] -= (gone - part.gone - kept) * bundle.groups
+                    part.gone = gone
+                size = min(size, part.size + 1) if answer else size
+            if size > part.size:
+                held[pool] += (size - part.size) * bundle.groups
+                part.size = size
+        released += [left, *copied] if left else copied
+        peak = 0
+        for ids, count in zip(self._ids, held, strict=True):
+            ids.make_free(count)
+            peak += ids.used + count
+        self.outcome.peak = max(self.outcome.peak, peak)
+
+    def _has_copies(self, part: _Part, length: int, ends: list[int]) -> bool:
+        """Return whether a block that the request will compute may be cached."""
+        bundle = part.bundle
+        if bundle.state:
+            numbers = part.numbers
+            return any(bundle.row_of[numbers[one // bundle.block - 1]] >= 0 for one in ends)
+        if not (bundle.keeps_all or ends):
+            return False
+        stop = min(length // bundle.block, len(part.numbers))
+        names = bundle.names(part.numbers[part.begun : stop])
+        return bool(np.count_nonzero(self._where[names] >= 0))
+
+    def _publish_part(
+        self, part: _Part, start: int, stop: int, ends: list[int], *, again: bool
+    ) -> None:
+        """Record which blocks a step keeps, and discard their cached copies."""
+        bundle = part.bundle
+        if bundle.state:
+            if ends and ends[-1] == stop:
+                part.states[stop] = _NOTHING
+                number = int(part.numbers[stop // bundle.block - 1])
+                row = int(bundle.row_of[number]) if again else ABSENT
+                if row >= 0:
+                    self._discard(bundle, bundle.base + row * bundle.groups + bundle.each)
+                    bundle.live[row] = 0
+            return
+        if bundle.keeps_all:
+            runs = [(start // bundle.block, min(stop // bundle.block, len(part.numbers)))]
+        else:
+            before = max(part.gone, part.begun, part.runs[-1][1] if part.runs else 0)
+            runs = bundle.window_runs(ends, before) if ends else []
+        if again:
+            for first, last in runs:
+                self._discard(bundle, bundle.names(part.numbers[first:last]))
+        part.runs += runs
+
+    def _discard(self, bundle: Bundle, names: Ints) -> None:
+        """Discard cached blocks that were computed again."""
+        cached = self._where[names].ravel()
+        old: Ints = cached[cached >= 0].astype(np.int64)
+        if len(old):
+            self._where[names] = ABSENT
+            self._names[bundle.one.pool][old] = ABSENT
+            self._ids[bundle.one.pool].discard(old)
+
+    def _assign(self, parts: list[_Part]) -> None:
+        """Give ids to the blocks that the request computed and keeps."""
+        for part in parts:
+            bundle, names = part.bundle, self._names[part.pool]
+            if bundle.state:
+                for tokens, blocks in part.states.items():
+                    if not len(blocks):
+                        part.states[tokens] = blocks = self._ids[part.pool].take_kept(bundle.groups)
+                        mine = self._row(bundle, int(part.numbers[tokens // bundle.block - 1]))
+                        self._where[mine], names[blocks] = blocks, mine
+                        bundle.live[(mine[0] - bundle.base) // bundle.groups] = bundle.groups
+                continue
+            runs = [run for run in part.runs if run[1] > run[0]]
+            if not runs:
+                continue
+            pieces = [part.owned]
+            place = part.begun
+            for first, last in runs:
+                if first > place:
+                    pieces.append(np.full((bundle.groups, first - place), ABSENT))
+                blocks = self._ids[part.pool].take_kept(bundle.groups * (last - first))
+                mine = bundle.names(part.numbers[first:last])
+                names[blocks] = mine.ravel()
+                blocks = blocks.reshape(mine.shape)
+                self._where[mine] = blocks
+                pieces.append(blocks)
+                place = last
+            part.blocks = np.concatenate(pieces, axis=1)
+
+    def _queue(self, ranges: Released, queued: list[list[Ints]]) -> None:
+        """Append the kept blocks of ranges of one pool by position, the last position first."""
+        every, positions = [], []
+        for part, start, stop in ranges:
+            bundle = part.bundle
+            if bundle.state:
+                every.append(part.states[start])
+                positions.append(np.full(bundle.groups, start))
+                continue
+            blocks = part.blocks[:, start - part.first : stop - part.first]
+            if not blocks.size:
+                continue
+            every.append(blocks[:, ::-1].T.ravel())
+            ends = np.arange(start + blocks.shape[1], start, -1) * bundle.block
+            positions.append(ends.repeat(bundle.groups) if bundle.groups > 1 else ends)
+        if not every:
+            return
+        blocks = every[0]
+        if len(every) > 1:
+            blocks = np.concatenate(every)
+            if any(one[-1] < other[0] for one, other in pairwise(positions)):
+                blocks = blocks[np.argsort(-np.concatenate(positions), kind="stable")]
+        if not all(part.bundle.keeps_all or part.bundle.state for part, _, _ in ranges):
+            blocks = blocks[blocks >= 0]
+        queued[ranges[0][0].pool].append(blocks)
+
+
+_NOTHING = np.empty(0, np.int64)
