@@ -8,8 +8,6 @@ request takes and releases without keeping them are counted, and get no ids.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 
 from kvatlas.geometry.integers import ceil_div
@@ -49,10 +47,11 @@ class FastReplay(PoolReplay):
         if self._shares or any(self.model.rings) or not (dense or self._ids[0].is_lru):
             return super()._serve(found)
         parts = [self._part(bundle, found) for bundle in self._bundles]
-        pinned = [
-            np.concatenate([_NOTHING, *(one.owned.ravel() for one in parts if one.pool == pool)])
-            for pool in range(len(self._ids))
-        ]
+        pinned: list[Ints] = [_NOTHING] * len(self._ids)
+        if found.hit:
+            for pool in range(len(self._ids)):
+                mine = [one.owned.ravel() for one in parts if one.pool == pool]
+                pinned[pool] = _joined(mine)
         if not self._fits_at_once(parts, found, pinned):
             return super()._serve(found)
         for ids, blocks in zip(self._ids, pinned, strict=True):
@@ -88,14 +87,20 @@ class FastReplay(PoolReplay):
         released: list[Released] = []
         copies = [self._has_copies(part, length, found.ends) for part in parts]
         computed = found.hit
+        counts: list[list[int]] = []
         for start, stop in self._steps.between(found.hit, length, found.ends):
             self._step(parts, held, released, start, stop)
+            counts.append(list(held))
+            if any(copies):  # they may be evicted before they are computed again
+                self._make_free(counts)
             ends = [one for one in found.ends if start < one <= stop]
             for part, again in zip(parts, copies, strict=True):
                 self._publish_part(part, start, stop, ends, again=again)
             computed = stop
         if outputs:
             self._step(parts, held, released, computed, length + outputs, answer=True)
+            counts.append(list(held))
+        self._make_free(counts)
         self._assign(parts)
         queued: list[list[Ints]] = [[] for _ in self._ids]
         for ranges in released:
@@ -107,7 +112,19 @@ class FastReplay(PoolReplay):
             ending += [(one, one.gone, one.size) for one in mine if not one.bundle.state]
             self._queue(ending, queued)
         for ids, blocks in zip(self._ids, queued, strict=True):
-            ids.queue(np.concatenate([_NOTHING, *blocks]))
+            ids.queue(_joined(blocks))
+
+    def _make_free(self, counts: list[list[int]]) -> None:
+        """Evict blocks for steps that own these numbers of blocks without ids, by pool."""
+        peaks = [0] * len(counts)
+        for pool, ids in enumerate(self._ids):
+            most = 0
+            for step, held in enumerate(counts):
+                most = max(most, held[pool])
+                peaks[step] += ids.used - max(most - ids.waiting, 0) + held[pool]
+            ids.make_free(most)
+        self.outcome.peak = max(self.outcome.peak, *peaks, 0)
+        counts.clear()
 
     def _step(
         self,
@@ -119,7 +136,7 @@ class FastReplay(PoolReplay):
         *,
         answer: bool = False,
     ) -> None:
-        """Count the blocks that a step releases and takes, and evict others for them.
+        """Count the blocks that a step releases and takes.
 
         The step computes tokens computed .. stop - 1. `held` is the number of blocks of each pool
         that the request owns without ids.
@@ -152,11 +169,6 @@ class FastReplay(PoolReplay):
                 held[pool] += (size - part.size) * bundle.groups
                 part.size = size
         released += [left, *copied] if left else copied
-        peak = 0
-        for ids, count in zip(self._ids, held, strict=True):
-            ids.make_free(count)
-            peak += ids.used + count
-        self.outcome.peak = max(self.outcome.peak, peak)
 
     def _has_copies(self, part: _Part, length: int, ends: list[int]) -> bool:
         """Return whether a block that the request will compute may be cached."""
@@ -234,29 +246,34 @@ class FastReplay(PoolReplay):
 
     def _queue(self, ranges: Released, queued: list[list[Ints]]) -> None:
         """Append the kept blocks of ranges of one pool by position, the last position first."""
-        every, positions = [], []
+        every: list[Ints] = []
+        ends: list[Ints] = []
         for part, start, stop in ranges:
             bundle = part.bundle
             if bundle.state:
                 every.append(part.states[start])
-                positions.append(np.full(bundle.groups, start))
-                continue
-            blocks = part.blocks[:, start - part.first : stop - part.first]
-            if not blocks.size:
-                continue
-            every.append(blocks[:, ::-1].T.ravel())
-            ends = np.arange(start + blocks.shape[1], start, -1) * bundle.block
-            positions.append(ends.repeat(bundle.groups) if bundle.groups > 1 else ends)
+            else:
+                blocks = part.blocks[:, start - part.first : stop - part.first]
+                every.append(blocks[:, ::-1].T.ravel())
+            if self._windows and len(ranges) > 1:
+                if bundle.state:
+                    here = np.array([start])
+                else:
+                    here = np.arange(start + blocks.shape[1], start, -1) * bundle.block
+                ends.append(here.repeat(bundle.groups) if bundle.groups > 1 else here)
         if not every:
             return
-        blocks = every[0]
-        if len(every) > 1:
-            blocks = np.concatenate(every)
-            if any(one[-1] < other[0] for one, other in pairwise(positions)):
-                blocks = blocks[np.argsort(-np.concatenate(positions), kind="stable")]
-        if not all(part.bundle.keeps_all or part.bundle.state for part, _, _ in ranges):
+        # Without windows, states are after all complete blocks, so they are in order.
+        blocks = _joined(every)
+        if self._windows:
+            if ends:
+                blocks = blocks[np.argsort(-_joined(ends), kind="stable")]
             blocks = blocks[blocks >= 0]
         queued[ranges[0][0].pool].append(blocks)
+
+
+def _joined(parts: list[Ints]) -> Ints:
+    return parts[0] if len(parts) == 1 else np.concatenate([_NOTHING, *parts])
 
 
 _NOTHING = np.empty(0, np.int64)

@@ -51,6 +51,11 @@ class _Ids(BlockIds):
         return isinstance(self._eviction, Lru)
 
     @property
+    def waiting(self) -> int:
+        """Number of free blocks without content."""
+        return self._waiting
+
+    @property
     def used(self) -> int:
         """Number of blocks with an owner or with kept content."""
         return self.count - 1 - self._waiting
@@ -214,7 +219,7 @@ class PoolReplay:
         self._shares = self._checkpoint_shares()
         self._seen = _SeenSpans(spans.count, SEEN * sum(blocks + 1 for blocks in model.blocks))
         states = any(bundle.state for bundle in self._bundles)
-        windows = any(not (one.state or one.keeps_all) for one in self._bundles)
+        self._windows = windows = any(not (b.state or b.keeps_all) for b in self._bundles)
         # Without windows, a step that ends at no checkpoint makes no difference.
         tokens = batched_tokens if windows else 1 << 62
         self._steps = PrefillSteps(tokens, model.step, ends_at_blocks=states)
@@ -253,6 +258,10 @@ class PoolReplay:
             for pool in range(len(self.model.blocks))
         ]
         """For each pool, its bundles in release order."""
+        self._states = [
+            [self._bundles[n] for n in mine if self._bundles[n].state] for mine in self._order
+        ]
+        """For each pool, its bundles of recurrent groups."""
 
     def _checkpoint_shares(self) -> dict[int, CheckpointShare]:
         share, found = self._kept.share, {}
@@ -612,15 +621,19 @@ class PoolReplay:
         names = self._names[pool][blocks]
         self._names[pool][blocks] = ABSENT
         self._where[names] = ABSENT
-        for bundle in self._bundles:
-            if bundle.state and bundle.one.pool == pool:
-                mine = names[
-                    (names >= bundle.base) & (names < bundle.base + bundle.width * bundle.groups)
-                ]
-                if len(mine):
-                    rows = (mine - bundle.base) // bundle.groups
-                    np.subtract.at(bundle.live, rows, 1)
-                    self._free_rows(bundle, np.unique(rows[bundle.live[rows] == 0]))
+        for bundle in self._states[pool]:
+            stop = bundle.base + bundle.width * bundle.groups
+            mine = names[(names >= bundle.base) & (names < stop)]
+            if len(mine):
+                mine -= bundle.base
+                mine //= bundle.groups
+                mine.sort()
+                ends = np.flatnonzero(mine[1:] != mine[:-1])
+                rows = mine[np.append(ends, -1)]
+                bundle.live[rows] -= np.diff(ends, prepend=-1, append=len(mine) - 1)
+                empty = rows[bundle.live[rows] == 0]
+                if len(empty):
+                    self._free_rows(bundle, empty)
         if pool in self._shares:
             self._shares[pool].lose(blocks.tolist())
         self.outcome.evictions += len(blocks)
