@@ -74,8 +74,9 @@ INTERNAL: dict[str, str] = {
         geometry.address_arrays geometry.integers planning.plans
     """,
     "simulate": """
-        geometry.integers planning.sized_layers pool.checkpoints pool.event_recording pool.events
-        pool.eviction pool.eviction.base pool.group_needs
+        geometry.integers planning.sized_layers pool.block_ids pool.checkpoint_share
+        pool.checkpoints pool.event_recording pool.events pool.eviction pool.eviction.base
+        pool.group_needs
     """,
     "routing": """
         geometry.address_arrays geometry.block_images geometry.combine geometry.integers

@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.pool import BlockPool, checkpoint_policy
 from kvatlas.pool.group_needs import hash_grain, keeps_all
-from kvatlas.simulate import PoolModel, ReplayPolicy, Trace
+from kvatlas.simulate import LayerClass, PoolModel, ReplayPolicy, Trace
 from kvatlas.simulate.fast_replay import FastReplay
 from kvatlas.simulate.pool_replay import PoolReplay
+from kvatlas.simulate.prefill_cost import DECODE_SECONDS
 from kvatlas.simulate.prefill_steps import PrefillSteps
-from kvatlas.simulate.traces import TraceBuilder, TraceRequest
+from kvatlas.simulate.timed_replay import TimedReplay
+from kvatlas.simulate.traces import Ints, TraceBuilder, TraceRequest
 from tests.pool.models import small_plan
 from tests.profiles import DEEP
 
@@ -106,3 +109,61 @@ def test_the_replay_finds_what_the_pool_finds(model: str, seed: int) -> None:
     assert fast.outcome.evictions == replay.outcome.evictions
     assert fast.outcome.peak == replay.outcome.peak
     assert [ids.free for ids in fast._ids] == list(made_blocks(made))
+
+
+@settings(max_examples=2_000 if DEEP else 30, deadline=None)
+@given(seed=st.integers(0, 1 << 32))
+def test_requests_that_never_overlap_find_what_they_find_one_after_the_other(seed: int) -> None:
+    dice = Random(seed)  # noqa: S311
+    made = small_plan(dice.choice(MODELS[:-1]), dice.randint(14, 90))
+    trace = prompts(dice, dice.choice([4, 8, 16]), 40)
+    policy = ReplayPolicy(dice.choice(EVICTIONS), checkpoint_policy(dice.choice(CHECKPOINTS)))
+    model = PoolModel.of(made)
+    alone = PoolReplay(model, trace, policy).run()
+    timed = TimedReplay(model, trace, policy)
+    assert timed.run().hits.tolist() == alone.hits.tolist()
+    assert timed.outcome.refused == alone.refused
+    # Where they overlap, all blocks come back, and no pool is too full.
+    trace.outputs[:] = [dice.randint(0, 99) for _ in range(len(trace))]
+    crowd = TimedReplay(model, trace, policy)
+    crowd.run()
+    assert [ids.free for ids in crowd._ids] == list(made_blocks(made))
+    assert crowd.outcome.peak <= sum(made_blocks(made))
+    assert crowd.waited >= 0 == len(crowd._running)
+
+
+def test_a_request_waits_until_another_one_ends() -> None:
+    made = small_plan("dense", 14)
+    builder = TraceBuilder("drawn", 16)
+    for line in range(2):
+        ids = list(range(line * 8, line * 8 + 8))
+        builder.add(f"line {line}", TraceRequest(128, ids, output=50))
+    timed = TimedReplay(PoolModel.of(made), builder.finish(), ReplayPolicy())
+    timed.run()
+    assert timed.waited == pytest.approx(50 * DECODE_SECONDS)
+    assert timed.outcome.refused == 0
+
+
+@pytest.mark.parametrize("eviction", ["saved-compute", "optimal"])
+def test_policies_that_need_more_than_the_order_get_it(eviction: str) -> None:
+    """With a trace that a policy without this knowledge serves worse."""
+    made = small_plan("dense", 22)
+    builder = TraceBuilder("drawn", 16)
+    for line, ids in enumerate([range(10), range(100, 110), range(200, 210)] * 5):
+        builder.add(f"line {line}", TraceRequest(161, list(ids)))
+    trace, model = builder.finish(), PoolModel.of(made)
+
+    def saved(one: LayerClass, block: int, ends: Ints) -> NDArray[np.float64]:
+        assert (one.needs, block) == ("all", 16)
+        worth: NDArray[np.float64] = np.exp2(161.0 - ends)
+        return worth
+
+    found = {
+        name: int(kind(model, trace, ReplayPolicy(name), saved=saved).run().hits.sum())
+        for name, kind in ((eviction, FastReplay), ("lru", FastReplay))
+    }
+    assert (
+        found[eviction]
+        == PoolReplay(model, trace, ReplayPolicy(eviction), saved=saved).run().hits.sum()
+    )
+    assert found[eviction] > found["lru"] == 0

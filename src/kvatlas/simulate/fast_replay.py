@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvatlas.geometry.integers import ceil_div
-from kvatlas.simulate.pool_replay import ABSENT, Bundle, Found, PoolReplay
+from kvatlas.simulate.pool_replay import ABSENT, Bundle, CachedPrefix, PoolReplay
 from kvatlas.simulate.traces import Ints
 
 Run = tuple[int, int]
@@ -42,7 +42,7 @@ Released = list[tuple[_Part, int, int]]
 class FastReplay(PoolReplay):
     """A replay that gives the same hits as `PoolReplay`, in less time."""
 
-    def _serve(self, found: Found) -> bool:
+    def _serve(self, found: CachedPrefix) -> bool:
         dense = all(bundle.keeps_all for bundle in self._bundles)
         if self._shares or any(self.model.rings) or not (dense or self._ids[0].is_lru):
             return super()._serve(found)
@@ -59,7 +59,7 @@ class FastReplay(PoolReplay):
         self._at_once(parts, found)
         return True
 
-    def _part(self, bundle: Bundle, found: Found) -> _Part:
+    def _part(self, bundle: Bundle, found: CachedPrefix) -> _Part:
         numbers, hit = found.cuts[bundle.block], found.hit
         stop = first = hit // bundle.block
         owned = np.empty((bundle.groups, 0), np.int64)
@@ -70,7 +70,7 @@ class FastReplay(PoolReplay):
             owned = self._where[bundle.names(numbers[first:stop])].astype(np.int64)
         return _Part(bundle, numbers, hit, owned, first)
 
-    def _fits_at_once(self, parts: list[_Part], found: Found, pinned: list[Ints]) -> bool:
+    def _fits_at_once(self, parts: list[_Part], found: CachedPrefix, pinned: list[Ints]) -> bool:
         """Return whether enough blocks are free or unused, whatever the request releases."""
         end = self._lengths[found.request] + self._outputs[found.request]
         free = [ids.free - len(used) for ids, used in zip(self._ids, pinned, strict=True)]
@@ -80,7 +80,7 @@ class FastReplay(PoolReplay):
             free[part.pool] -= count * part.bundle.groups
         return min(free) >= 0
 
-    def _at_once(self, parts: list[_Part], found: Found) -> None:
+    def _at_once(self, parts: list[_Part], found: CachedPrefix) -> None:
         """Serve a request that fits: evict step by step, and assign block ids at the end."""
         length, outputs = self._lengths[found.request], self._outputs[found.request]
         held = [0] * len(self._ids)
@@ -105,6 +105,10 @@ class FastReplay(PoolReplay):
         queued: list[list[Ints]] = [[] for _ in self._ids]
         for ranges in released:
             self._queue(ranges, queued)
+        if self._next or self._saved:
+            for part in parts:  # of full attention, because other parts are used by LRU only
+                stop = min(part.size, len(part.numbers))
+                self._describe(part.bundle, found.request, 0, part.blocks[:, :stop])
         for order in self._order:
             mine = [parts[number] for number in order]
             ending = [(one, computed, computed) for one in mine if computed in one.states]
@@ -174,8 +178,10 @@ class FastReplay(PoolReplay):
         """Return whether a block that the request will compute may be cached."""
         bundle = part.bundle
         if bundle.state:
-            numbers = part.numbers
-            return any(bundle.row_of[numbers[one // bundle.block - 1]] >= 0 for one in ends)
+            rows = (bundle.row_of[part.numbers[one // bundle.block - 1]] for one in ends)
+            return any(
+                self._where[self._elements(bundle, row)].max() >= 0 for row in rows if row >= 0
+            )
         if not (bundle.keeps_all or ends):
             return False
         stop = min(length // bundle.block, len(part.numbers))
@@ -193,8 +199,7 @@ class FastReplay(PoolReplay):
                 number = int(part.numbers[stop // bundle.block - 1])
                 row = int(bundle.row_of[number]) if again else ABSENT
                 if row >= 0:
-                    self._discard(bundle, bundle.base + row * bundle.groups + bundle.each)
-                    bundle.live[row] = 0
+                    self._discard(bundle, self._elements(bundle, row))
             return
         if bundle.keeps_all:
             runs = [(start // bundle.block, min(stop // bundle.block, len(part.numbers)))]
@@ -225,7 +230,6 @@ class FastReplay(PoolReplay):
                         part.states[tokens] = blocks = self._ids[part.pool].take_kept(bundle.groups)
                         mine = self._row(bundle, int(part.numbers[tokens // bundle.block - 1]))
                         self._where[mine], names[blocks] = blocks, mine
-                        bundle.live[(mine[0] - bundle.base) // bundle.groups] = bundle.groups
                 continue
             runs = [run for run in part.runs if run[1] > run[0]]
             if not runs:

@@ -23,7 +23,7 @@ from kvatlas.geometry.integers import ceil_div
 from kvatlas.pool.block_ids import BlockIds
 from kvatlas.pool.checkpoint_share import CheckpointShare
 from kvatlas.pool.checkpoints import Prompt
-from kvatlas.pool.eviction import Eviction, Lru, eviction_policy
+from kvatlas.pool.eviction import Eviction, Lru, Use, eviction_policy
 from kvatlas.simulate.layer_classes import LayerClass, PoolModel
 from kvatlas.simulate.prefill_steps import BATCHED_TOKENS, PrefillSteps
 from kvatlas.simulate.prompt_spans import Spans
@@ -35,6 +35,11 @@ SEEN = 4
 """Number of prefixes to remember per block of memory, as `BlockPool` does."""
 
 
+Saved = Callable[[LayerClass, int, Ints], NDArray[np.float64]]
+"""Returns the compute that a hit saves, per byte: of blocks with a number of tokens, by their ends
+in tokens."""
+
+
 class _Ids(BlockIds):
     """Block ids that report evicted blocks as an array."""
 
@@ -42,8 +47,17 @@ class _Ids(BlockIds):
         super().__init__(blocks + 1, null_block=True, eviction=eviction)
         self._gone = gone
 
+        self.saved: NDArray[np.float64] | None = None
+        """Compute that a hit on each block saves, per byte, for policies that need it."""
+        self.next_use: Ints | None = None
+        """The next request that uses the content of each block, for policies that need it."""
+
     def _lose(self, ids: Ints) -> None:
         self._gone(ids)
+
+    def _use(self, ids: Ints) -> Use:
+        saved = None if self.saved is None else self.saved[ids]
+        return Use(self._clock, saved, None if self.next_use is None else self.next_use[ids])
 
     @property
     def is_lru(self) -> bool:
@@ -107,8 +121,6 @@ class Bundle:
     """For recurrent groups, the row of each prefix, or `ABSENT`."""
     prefix_of: Ints
     """For recurrent groups, the number of the prefix of each row."""
-    live: NDArray[np.int32]
-    """For recurrent groups, the number of groups of each row that have a block."""
     rows: list[int]
     """Free rows."""
     each: Ints
@@ -163,7 +175,7 @@ class _Table:
 
 
 @dataclass
-class _Request:
+class Request:
     """A request that is being served."""
 
     number: int
@@ -177,7 +189,7 @@ class _Request:
 
 
 @dataclass
-class Found:
+class CachedPrefix:
     """The cached prefix of a request, before the request takes blocks."""
 
     request: int
@@ -200,6 +212,7 @@ class PoolReplay:
         *,
         batched_tokens: int = BATCHED_TOKENS,
         spans_of: Callable[[Trace, int], Spans] = Spans.of,
+        saved: Saved | None = None,
     ) -> None:
         self.model, self.trace, self.policy = model, trace, policy
         self.spans = spans = spans_of(trace, model.step)
@@ -214,6 +227,14 @@ class PoolReplay:
             )
             for pool, blocks in enumerate(model.blocks)
         ]
+        self._saved = saved if "saved" in kind.needs else None
+        self._next: dict[int, Ints] = {}
+        for ids in self._ids:
+            if self._saved:
+                ids.saved = np.ones(ids.count)
+            if "next_use" in kind.needs:
+                ids.next_use = np.zeros(ids.count, np.int64)
+                self._next = {block: cut.next_uses() for block, cut in self._cuts.items()}
         self._names = [np.full(blocks + 1, ABSENT, np.int64) for blocks in model.blocks]
         """For each pool, the element of `_where` of each kept block."""
         self._shares = self._checkpoint_shares()
@@ -245,7 +266,7 @@ class PoolReplay:
                     one, one.groups, block, spans, total, width, keeps_all, state,
                     0 if state else 1 + keeps_all, bases,
                     np.full(spans.count if state else 0, ABSENT, np.int32),
-                    np.zeros(rows, np.int64), np.zeros(rows, np.int32), list(range(rows))[::-1],
+                    np.zeros(rows, np.int64), list(range(rows))[::-1],
                     np.arange(one.groups),
                 )
             )  # fmt: skip
@@ -258,10 +279,6 @@ class PoolReplay:
             for pool in range(len(self.model.blocks))
         ]
         """For each pool, its bundles in release order."""
-        self._states = [
-            [self._bundles[n] for n in mine if self._bundles[n].state] for mine in self._order
-        ]
-        """For each pool, its bundles of recurrent groups."""
 
     def _checkpoint_shares(self) -> dict[int, CheckpointShare]:
         share, found = self._kept.share, {}
@@ -291,23 +308,27 @@ class PoolReplay:
         self.outcome.hits[request] = hit
         return hit
 
-    def _serve(self, found: Found) -> bool:
+    def _serve(self, found: CachedPrefix) -> bool:
         """Serve a request step by step. Return whether the pools had enough blocks."""
         asked = self._admit(found)
-        steps = self._steps.between(asked.hit, self._lengths[found.request], asked.ends)
-        fits = all(self._compute(asked, stop) for _, stop in steps)
-        fits = fits and (not self._outputs[found.request] or self._answer(asked))
+        fits = self._compute_all(asked)
         self._end(asked)
         return fits
 
-    def _compute(self, asked: _Request, tokens: int) -> bool:
+    def _compute_all(self, asked: Request) -> bool:
+        """Compute a prompt and its answer. Return False if the pools have too few blocks."""
+        steps = self._steps.between(asked.hit, self._lengths[asked.number], asked.ends)
+        fits = all(self._compute(asked, stop) for _, stop in steps)
+        return fits and (not self._outputs[asked.number] or self._answer(asked))
+
+    def _compute(self, asked: Request, tokens: int) -> bool:
         if not self._reserve(asked, tokens):
             return False
         self._publish(asked, tokens)
         asked.computed = tokens
         return True
 
-    def _answer(self, asked: _Request) -> bool:
+    def _answer(self, asked: Request) -> bool:
         """Take the blocks of the answer, of which no later request finds anything.
 
         Windows reuse the blocks that they release, so they take one block at most.
@@ -315,7 +336,7 @@ class PoolReplay:
         length = self._lengths[asked.number]
         return self._reserve(asked, length + self._outputs[asked.number], answer=True)
 
-    def _look(self, request: int) -> Found:
+    def _look(self, request: int) -> CachedPrefix:
         """Return the longest cached prefix of a request, and the checkpoints to keep."""
         model, cuts = self.model, {}
         for block, spans in self._cuts.items():
@@ -323,12 +344,29 @@ class PoolReplay:
         mine = cuts[model.step] if model.step in cuts else self.spans.of_request(request)
         reusable, known = self._reusable[request], self._known[request]
         hit, attention = self._find(cuts, reusable)
-        seen = self._seen.count(mine) if self._kept.asks_for_seen else 0
+        seen = self._count_seen(request, mine) if self._kept.asks_for_seen else 0
         prompt = Prompt(model.step, hit, seen, known, len(mine), attention, reusable)
         wanted: Ints = self._kept.positions(prompt) * model.step
-        return Found(request, cuts, hit * model.step, wanted.tolist())
+        return CachedPrefix(request, cuts, hit * model.step, wanted.tolist())
 
-    def _admit(self, found: Found) -> _Request:
+    def _count_seen(self, request: int, spans: Ints) -> int:  # noqa: ARG002 - for subclasses
+        """Return how many leading spans of a request were seen before. Record all of them."""
+        return self._seen.count(spans)
+
+    def _describe(self, bundle: Bundle, request: int, first: int, blocks: Ints) -> None:
+        """Record what the eviction policy needs to know of blocks [group, entry] from `first` on.
+
+        A recurrent state has the table entry that ends where it is.
+        """
+        ids, entries = self._ids[bundle.one.pool], np.arange(first, first + blocks.shape[1])
+        if self._saved and ids.saved is not None:
+            ends = (entries + 1) * bundle.block
+            ids.saved[blocks] = self._saved(bundle.one, bundle.block, ends)
+        if ids.next_use is not None:
+            start = bundle.spans.starts[request]
+            ids.next_use[blocks] = self._next[bundle.block][start + entries]
+
+    def _admit(self, found: CachedPrefix) -> Request:
         """Begin a request, which then owns the blocks of the longest cached prefix."""
         request, cuts = found.request, found.cuts
         end = self._lengths[request] + self._outputs[request]
@@ -356,7 +394,12 @@ class PoolReplay:
         for ids, parts in zip(self._ids, shared, strict=True):
             if parts:
                 ids.share_array(parts[0] if len(parts) == 1 else np.concatenate(parts))
-        return _Request(request, tables, found.ends, tokens, tokens)
+        return Request(request, tables, found.ends, tokens, tokens)
+
+    def _is_whole(self, bundle: Bundle, row: int) -> bool:
+        """Return whether all groups have the state of a row."""
+        start = bundle.base + int(row) * bundle.groups
+        return bool(row >= 0 and self._where[start : start + bundle.groups].min() >= 0)
 
     def _state(self, bundle: Bundle, number: int) -> NDArray[np.int32]:
         """Return the block of each group for a cached state."""
@@ -404,8 +447,7 @@ class PoolReplay:
         for bundle in others:
             stop, numbers = tokens // bundle.block, cuts[bundle.block]
             if bundle.state:
-                row = bundle.row_of[numbers[stop - 1]]
-                if row < 0 or bundle.live[row] < bundle.groups:
+                if not self._is_whole(bundle, bundle.row_of[numbers[stop - 1]]):
                     return False
             else:
                 needed = numbers[bundle.first(tokens) // bundle.block : stop]
@@ -418,7 +460,10 @@ class PoolReplay:
         most, each = len(good) - 1, self.model.step // bundle.block
         if bundle.state:
             rows = bundle.row_of[numbers[each - 1 : most * each : each]]
-            good[1:] &= (rows >= 0) & (bundle.live[rows] == bundle.groups)
+            good[1:] &= rows >= 0
+            places = good[1:].nonzero()[0]
+            starts = bundle.base + rows[places].astype(np.int64)[:, None] * bundle.groups
+            good[1 + places] = (self._where[starts + bundle.each] >= 0).all(axis=1)
             return
         ends = np.arange(most + 1)
         missing = np.zeros(most * each + 1, np.int32)
@@ -428,7 +473,7 @@ class PoolReplay:
 
     # -- blocks -------------------------------------------------------------------------
 
-    def _reserve(self, asked: _Request, tokens: int, *, answer: bool = False) -> bool:
+    def _reserve(self, asked: Request, tokens: int, *, answer: bool = False) -> bool:
         """Take blocks for the first `tokens` tokens. Return False if a pool has too few."""
         self._leave(asked)
         needs, wanted = [0] * len(self._ids), []
@@ -482,7 +527,7 @@ class PoolReplay:
         copied: Ints = np.flatnonzero(arrays.kept[blocks] | (arrays.owners[blocks] > 1))
         return copied
 
-    def _leave(self, asked: _Request) -> None:
+    def _leave(self, asked: Request) -> None:
         """Release the blocks that have left the windows of their groups."""
         for pool, order in enumerate(self._order):
             left = []
@@ -513,8 +558,14 @@ class PoolReplay:
         order = np.argsort(-np.concatenate(positions), kind="stable")
         self._ids[pool].release_array(np.concatenate(every)[order])
 
-    def _end(self, asked: _Request) -> None:
+    def _end(self, asked: Request) -> None:
         """Release all blocks of a request."""
+        if self._next:
+            for table in asked.tables:
+                stop = min(table.size, len(table.numbers))
+                if not table.bundle.state:
+                    blocks = table.blocks[:, table.gone : stop]
+                    self._describe(table.bundle, asked.number, table.gone, blocks)
         for pool, order in enumerate(self._order):
             tables = [asked.tables[number] for number in order]
             parts = [(one, one.gone, one.size) for one in tables if one.size > one.gone]
@@ -525,11 +576,16 @@ class PoolReplay:
 
     # -- cached blocks ------------------------------------------------------------------
 
-    def _publish(self, asked: _Request, tokens: int) -> None:
+    def _publish(self, asked: Request, tokens: int) -> None:
         """Make the complete blocks of the first `tokens` tokens available to later requests."""
         ends = [end for end in asked.ends if asked.computed < end <= tokens]
         for table in asked.tables:
             bundle = table.bundle
+            if self._saved:
+                first = tokens // bundle.block - 1 if bundle.state else table.gone
+                stop = 1 if bundle.state else min(tokens // bundle.block, table.size)
+                blocks = table.blocks[:, 0 if bundle.state else first : stop]
+                self._describe(bundle, asked.number, first, blocks)
             if bundle.keeps_all:
                 stop = min(tokens // bundle.block, len(table.numbers))
                 first = asked.computed // bundle.block
@@ -562,26 +618,35 @@ class PoolReplay:
         bundle = table.bundle
         number = int(table.numbers[tokens // bundle.block - 1])
         names = self._row(bundle, number)
-        row = int(bundle.row_of[number])
-        bundle.live[row] += 1  # so that the row is not freed while its blocks are replaced
         if bundle.one.pool in self._shares:
             for group in range(bundle.groups):
                 part = slice(group, group + 1)
                 self._keep_shared(bundle, names[part], table.blocks[part, 0])
         else:
             self._keep(bundle, names, table.blocks[:, 0])
-        bundle.live[row] = np.count_nonzero(self._where[names] >= 0)
-        if not bundle.live[row]:
-            self._free_rows(bundle, np.array([row]))
 
     def _row(self, bundle: Bundle, number: int) -> Ints:
         """Return the elements of `_where` for a state, which gets a row unless it has one."""
         row = int(bundle.row_of[number])
         if row < 0:
+            if not bundle.rows:
+                self._sweep(bundle)
             row = bundle.rows.pop()
             bundle.row_of[number], bundle.prefix_of[row] = row, number
-            bundle.live[row] = 0
-        return bundle.base + row * bundle.groups + bundle.each
+        return self._elements(bundle, row)
+
+    def _elements(self, bundle: Bundle, row: int) -> Ints:
+        """Return the elements of `_where` of a row."""
+        elements: Ints = bundle.each + (bundle.base + int(row) * bundle.groups)
+        return elements
+
+    def _sweep(self, bundle: Bundle) -> None:
+        """Free the rows of states of which no group has a block."""
+        start, stop = bundle.base, bundle.base + bundle.width * bundle.groups
+        rows = self._where[start:stop].reshape(bundle.width, bundle.groups)
+        empty = np.flatnonzero((rows < 0).all(axis=1))
+        bundle.row_of[bundle.prefix_of[empty]] = ABSENT
+        bundle.rows += empty.tolist()
 
     def _keep(self, bundle: Bundle, names: Ints, blocks: Ints) -> None:
         """Keep blocks as the content of these elements of `_where`.
@@ -621,26 +686,9 @@ class PoolReplay:
         names = self._names[pool][blocks]
         self._names[pool][blocks] = ABSENT
         self._where[names] = ABSENT
-        for bundle in self._states[pool]:
-            stop = bundle.base + bundle.width * bundle.groups
-            mine = names[(names >= bundle.base) & (names < stop)]
-            if len(mine):
-                mine -= bundle.base
-                mine //= bundle.groups
-                mine.sort()
-                ends = np.flatnonzero(mine[1:] != mine[:-1])
-                rows = mine[np.append(ends, -1)]
-                bundle.live[rows] -= np.diff(ends, prepend=-1, append=len(mine) - 1)
-                empty = rows[bundle.live[rows] == 0]
-                if len(empty):
-                    self._free_rows(bundle, empty)
         if pool in self._shares:
             self._shares[pool].lose(blocks.tolist())
         self.outcome.evictions += len(blocks)
-
-    def _free_rows(self, bundle: Bundle, rows: Ints) -> None:
-        bundle.row_of[bundle.prefix_of[rows]] = ABSENT
-        bundle.rows += rows.tolist()
 
     def _content(self, pool: int, block: int) -> Hashable:
         """Return the content of a kept block: its group and its prefix."""
