@@ -90,15 +90,18 @@ def made_blocks(made: Plan) -> Iterator[int]:
 def test_the_replay_finds_what_the_pool_finds(model: str, seed: int) -> None:
     dice = Random(seed)  # noqa: S311
     compressed = model == "compressed"
-    blocks = dice.randint(150, 900) if compressed else dice.randint(14, 90)
-    made = small_plan(model, blocks)
+    apart = model in ("hybrid", "mixed") and dice.random() < 0.3
+    least, most = (150, 900) if compressed else (40 if apart else 14, 90)
+    blocks = dice.randint(least, most)
+    # States in a pool of their own, with space for so many requests.
+    made = small_plan(model, blocks, **({"requests": dice.randint(2, 6)} if apart else {}))
     block = dice.choice([2, 4] if compressed else [4, 8, 16])
     assert hash_grain(made) % block == 0
     trace = prompts(dice, block, (1200 if compressed else 320) // block)
     if not compressed and dice.random() < 0.5:
         windows = any(not keeps_all(g) and g.kind != "recurrent" for g in made.groups)
-        most = 1 if windows else 40  # windows release blocks while an answer grows
-        trace.outputs[:] = [dice.randint(0, most) for _ in range(len(trace))]
+        longest = 1 if windows else 40  # windows release blocks while an answer grows
+        trace.outputs[:] = [dice.randint(0, longest) for _ in range(len(trace))]
     policy = ReplayPolicy(dice.choice(EVICTIONS), checkpoint_policy(dice.choice(CHECKPOINTS)))
     batched = dice.choice([32, 100, 10_000])
     replay = PoolReplay(PoolModel.of(made), trace, policy, batched_tokens=batched)

@@ -86,12 +86,13 @@ class FastReplay(PoolReplay):
         held = [0] * len(self._ids)
         released: list[Released] = []
         copies = [self._has_copies(part, length, found.ends) for part in parts]
+        some = any(copies)
         computed = found.hit
         counts: list[list[int]] = []
         for start, stop in self._steps.between(found.hit, length, found.ends):
             self._step(parts, held, released, start, stop)
             counts.append(list(held))
-            if any(copies):  # they may be evicted before they are computed again
+            if some:  # they may be evicted before they are computed again
                 self._make_free(counts)
             ends = [one for one in found.ends if start < one <= stop]
             for part, again in zip(parts, copies, strict=True):
@@ -104,7 +105,10 @@ class FastReplay(PoolReplay):
         self._assign(parts)
         queued: list[list[Ints]] = [[] for _ in self._ids]
         for ranges in released:
-            self._queue(ranges, queued)
+            if ranges[0][0].bundle.state:
+                queued[ranges[0][0].pool].append(ranges[0][0].states[ranges[0][1]])
+            else:
+                self._queue(ranges, queued)
         if self._next or self._saved:
             for part in parts:  # of full attention, because other parts are used by LRU only
                 stop = min(part.size, len(part.numbers))
@@ -145,7 +149,7 @@ class FastReplay(PoolReplay):
         The step computes tokens computed .. stop - 1. `held` is the number of blocks of each pool
         that the request owns without ids.
         """
-        left: Released = []
+        left: list[Released] = [[] for _ in self._ids]
         copied: list[Released] = []
         for part in parts:
             bundle, pool = part.bundle, part.pool
@@ -161,7 +165,7 @@ class FastReplay(PoolReplay):
             if not bundle.keeps_all:
                 gone = min(bundle.first(computed) // bundle.block, part.size)
                 if gone > part.gone:
-                    left.append((part, part.gone, gone))
+                    left[pool].append((part, part.gone, gone))
                     kept = sum(
                         max(min(last, gone) - max(first, part.gone), 0)
                         for first, last in ((part.first, part.begun), *part.runs)
@@ -172,7 +176,8 @@ class FastReplay(PoolReplay):
             if size > part.size:
                 held[pool] += (size - part.size) * bundle.groups
                 part.size = size
-        released += [left, *copied] if left else copied
+        released += [ranges for ranges in left if ranges]
+        released += copied
 
     def _has_copies(self, part: _Part, length: int, ends: list[int]) -> bool:
         """Return whether a block that the request will compute may be cached."""
@@ -209,7 +214,11 @@ class FastReplay(PoolReplay):
         if again:
             for first, last in runs:
                 self._discard(bundle, bundle.names(part.numbers[first:last]))
-        part.runs += runs
+        for first, last in runs:
+            if part.runs and part.runs[-1][1] == first:
+                first = part.runs.pop()[0]
+            if first < last:
+                part.runs.append((first, last))
 
     def _discard(self, bundle: Bundle, names: Ints) -> None:
         """Discard cached blocks that were computed again."""
@@ -231,22 +240,18 @@ class FastReplay(PoolReplay):
                         mine = self._row(bundle, int(part.numbers[tokens // bundle.block - 1]))
                         self._where[mine], names[blocks] = blocks, mine
                 continue
-            runs = [run for run in part.runs if run[1] > run[0]]
-            if not runs:
-                continue
-            pieces = [part.owned]
+            pieces = [part.owned] if part.owned.size else []
             place = part.begun
-            for first, last in runs:
+            for first, last in part.runs:
                 if first > place:
                     pieces.append(np.full((bundle.groups, first - place), ABSENT))
                 blocks = self._ids[part.pool].take_kept(bundle.groups * (last - first))
-                mine = bundle.names(part.numbers[first:last])
-                names[blocks] = mine.ravel()
-                blocks = blocks.reshape(mine.shape)
-                self._where[mine] = blocks
-                pieces.append(blocks)
+                mine = bundle.names(part.numbers[first:last]).ravel()
+                names[blocks], self._where[mine] = mine, blocks
+                pieces.append(blocks.reshape(bundle.groups, last - first))
                 place = last
-            part.blocks = np.concatenate(pieces, axis=1)
+            if pieces:
+                part.blocks = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
 
     def _queue(self, ranges: Released, queued: list[list[Ints]]) -> None:
         """Append the kept blocks of ranges of one pool by position, the last position first."""
