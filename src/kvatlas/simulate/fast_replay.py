@@ -83,25 +83,14 @@ class FastReplay(PoolReplay):
     def _at_once(self, parts: list[_Part], found: CachedPrefix) -> None:
         """Serve a request that fits: evict step by step, and assign block ids at the end."""
         length, outputs = self._lengths[found.request], self._outputs[found.request]
-        held = [0] * len(self._ids)
         released: list[Released] = []
         copies = [self._has_copies(part, length, found.ends) for part in parts]
-        some = any(copies)
         computed = found.hit
-        counts: list[list[int]] = []
-        for start, stop in self._steps.between(found.hit, length, found.ends):
-            self._step(parts, held, released, start, stop)
-            counts.append(list(held))
-            if some:  # they may be evicted before they are computed again
-                self._make_free(counts)
-            ends = [one for one in found.ends if start < one <= stop]
-            for part, again in zip(parts, copies, strict=True):
-                self._publish_part(part, start, stop, ends, again=again)
-            computed = stop
-        if outputs:
-            self._step(parts, held, released, computed, length + outputs, answer=True)
-            counts.append(list(held))
-        self._make_free(counts)
+        if self._windows or any(copies):
+            computed = self._in_steps(parts, found, copies, released)
+        elif length:
+            computed = length
+            self._in_one_step(parts, found, released)
         self._assign(parts)
         queued: list[list[Ints]] = [[] for _ in self._ids]
         for ranges in released:
@@ -121,6 +110,56 @@ class FastReplay(PoolReplay):
             self._queue(ending, queued)
         for ids, blocks in zip(self._ids, queued, strict=True):
             ids.queue(_joined(blocks))
+
+    def _in_steps(
+        self, parts: list[_Part], found: CachedPrefix, copies: list[bool], released: list[Released]
+    ) -> int:
+        """Count and evict blocks for all steps, and return the number of computed tokens."""
+        length, outputs = self._lengths[found.request], self._outputs[found.request]
+        held = [0] * len(self._ids)
+        some = any(copies)
+        computed = found.hit
+        counts: list[list[int]] = []
+        for start, stop in self._steps.between(found.hit, length, found.ends):
+            self._step(parts, held, released, start, stop)
+            counts.append(list(held))
+            if some:  # they may be evicted before they are computed again
+                self._make_free(counts)
+            ends = [one for one in found.ends if start < one <= stop]
+            for part, again in zip(parts, copies, strict=True):
+                self._publish_part(part, start, stop, ends, again=again)
+            computed = stop
+        if outputs:
+            self._step(parts, held, released, computed, length + outputs, answer=True)
+            counts.append(list(held))
+        self._make_free(counts)
+        return computed
+
+    def _in_one_step(
+        self, parts: list[_Part], found: CachedPrefix, released: list[Released]
+    ) -> None:
+        """Do what `_in_steps` does, without windows and without cached copies.
+
+        No block becomes free before the end, so all steps together need the sum of their blocks.
+        """
+        length, outputs = self._lengths[found.request], self._outputs[found.request]
+        held = [0] * len(self._ids)
+        # The state of each step is copied by the next step, if it is kept.
+        copied = [end for end in found.ends if end < length or outputs]
+        for part in parts:
+            bundle = part.bundle
+            if bundle.state:
+                held[part.pool] += (1 + len(copied)) * bundle.groups
+                part.states.update(dict.fromkeys(found.ends, _NOTHING))
+                continue
+            part.size = ceil_div(length + outputs, bundle.block)
+            held[part.pool] += (part.size - part.begun) * bundle.groups
+            stop = min(length // bundle.block, len(part.numbers))
+            if stop > part.begun:
+                part.runs.append((part.begun, stop))
+        for tokens in ([found.hit] if found.hit else []) + copied:
+            released += [[(part, tokens, tokens)] for part in parts if part.bundle.state]
+        self._make_free([held])
 
     def _make_free(self, counts: list[list[int]]) -> None:
         """Evict blocks for steps that own these numbers of blocks without ids, by pool."""
