@@ -18,15 +18,8 @@ import pytest
 
 from kvatlas import AtlasError
 from kvatlas.errors import Code
-from kvatlas.tier import (
-    StoreResult,
-    Tier,
-    TierClient,
-    TierServer,
-    file_owner,
-    share_file,
-    share_memory,
-)
+from kvatlas.tier import Tier, TierClient, TierServer, file_owner, share_file, share_memory
+from kvatlas.tier.index import StoreResult
 from kvatlas.tier.served import messages as m
 from kvatlas.tier.served import server as server_
 from kvatlas.wire import make_transport, pools_for

@@ -18,11 +18,12 @@ import pytest
 
 from kvatlas import Code
 from kvatlas.copying import checksum as checksum_
-from kvatlas.tier import StoreResult, Tier
+from kvatlas.tier import Tier
 from kvatlas.tier import file_map as file_map_
 from kvatlas.tier import file_pieces as pieces_
 from kvatlas.tier import file_writing as writing_
 from kvatlas.tier.file_map import FileMap
+from kvatlas.tier.index import StoreResult
 from kvatlas.tier.ingest import Ingest
 from kvatlas.tier.part_sums import START, SummedStretches, block_checksum, part_sums
 from tests.tier.faults import DENSE, TOKENS, Faulty, code_of, kept, rows_agree

@@ -138,11 +138,26 @@ def _compare(options: PlanOptions, texts: list[str], *, as_json: bool) -> None:
 )
 def fit(
     models: Annotated[list[str], MODELS],
+    *,
     gpu: Annotated[str, typer.Option(help="Number and type of the GPUs: 8xH100, H200.")],
     max_len: Annotated[
         str | None, typer.Option(help="Tokens of the longest request: 128K.")
     ] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help="Cache dtype: fp8, nvfp4, ...")] = None,
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(help="Cache dtype: fp8, nvfp4, ..., or several, to find the best: auto,fp8."),
+    ] = None,
+    tp: Annotated[
+        int | None, typer.Option(help="Only this number of tensor-parallel ranks.")
+    ] = None,
+    pp: Annotated[int | None, typer.Option(help="Only this number of pipeline stages.")] = None,
+    dp: Annotated[int | None, typer.Option(help="Only this number of replicas.")] = None,
+    dcp: Annotated[
+        int | None, typer.Option(help="Only this number of decode-context-parallel ranks.")
+    ] = None,
+    ep: Annotated[
+        int | None, typer.Option(help="Only this number of expert-parallel ranks.")
+    ] = None,
     in_flight: Annotated[
         int | None,
         typer.Option(
@@ -160,13 +175,14 @@ def fit(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Find the topology on which each model serves the most users.
+    """Find the topology on which each model serves the most users, and the second best.
 
     If a model cannot be loaded, an error is printed on stderr, the other models are fitted, and
     the exit code is 2.
     """
     options = {"kv_dtype": kv_dtype, "max_len": max_len, "in_flight": in_flight}
     options |= {"weights_dtype": weights_dtype}
+    options |= {"tp": tp, "pp": pp, "dp": dp, "dcp": dcp, "ep": ep}
     found, failed = fit_models(models, gpu, utilization=utilization, overhead=overhead, **options)
     if found or as_json:
         fits = [one.as_dict() for one in found]

@@ -125,9 +125,8 @@ class CacheIdentity(
 def config_identity(config: Mapping[str, Any], **overrides: Any) -> str:
     """Return a digest of the config values that change K and V.
 
-    The digest covers every value (RoPE, norms, scales, activations, sizes) except those that
-    are known to have no effect. Two configs that differ in an unknown key therefore have
-    different digests.
+    The digest covers every value (RoPE, norms, scales, activations, sizes) that is not known to
+    have no effect. Two configs that differ in an unknown key therefore have different digests.
 
     >>> one = config_identity({"rope_theta": 1e6, "transformers_version": "5.17.0"})
     >>> one == config_identity({"rope_theta": 1000000, "transformers_version": "5.23.0"})

@@ -9,8 +9,9 @@ from kvatlas.planning.backends import BACKENDS, Backend, backends_of
 from kvatlas.planning.exchange_document import CacheDocument, TablesDocument
 from kvatlas.planning.exchange_from_plan import to_exchange
 from kvatlas.planning.exchange_to_plan import from_exchange
-from kvatlas.planning.fitting import Fit, Fitting, Topology, fit
+from kvatlas.planning.fitting import Fit, Fitting, fit
 from kvatlas.planning.foreign_memory import foreign
+from kvatlas.planning.given_sizes import GivenSizes, Topology
 from kvatlas.planning.plan_parts import FieldPlacement, Group, Pool, PoolSegment, Region
 from kvatlas.planning.planner import Policy, plan
 from kvatlas.planning.plans import Plan
@@ -23,6 +24,7 @@ __all__ = [
     "FieldPlacement",
     "Fit",
     "Fitting",
+    "GivenSizes",
     "Group",
     "Padding",
     "Plan",

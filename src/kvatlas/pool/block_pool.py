@@ -334,7 +334,7 @@ class BlockPool:
     def _require_new(self, request: Hashable) -> None:
         if request in self._requests:
             problem = "A request with this name already exists"
-            hint = "Free it first, or use another name"
+            hint = "Free that request first, or use another name"
             raise AtlasError(Code.TWICE, problem, got=repr(request), hint=hint)
 
     def _get(self, request: Hashable) -> _Request:

@@ -274,7 +274,7 @@ def spans_of(trace: Trace, step: int) -> Spans:
 def ceiling(trace: Trace) -> Ints:
     """Return how many tokens of each request would be cached with unlimited memory.
 
-    The block size is that of the trace.
+    The trace determines the block size.
     """
     counts, new = np.diff(trace.starts), np.zeros(len(trace), np.int64)
     first = np.full(trace.distinct, len(trace))
@@ -295,7 +295,7 @@ def _saved(
     """Return a function that computes the FLOPs that a hit saves, per byte of cache.
 
     Its arguments are a layer class and the indices of spans in a prompt. A span of full attention
-    saves the FLOPs of its tokens, and a checkpoint saves those of all tokens before it.
+    saves the FLOPs of its tokens. A checkpoint saves the FLOPs of all tokens before it.
     """
     priced = cost or PrefillCost(1.0)
 

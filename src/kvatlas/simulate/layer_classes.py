@@ -120,7 +120,7 @@ class PoolModel:
         return cls(step, (LayerClass("all", 0, 1),), (blocks,))
 
     def in_flight(self, lengths: Ints, spans: Ints) -> Ints:
-        """Return the blocks that each running request holds, except those of complete spans.
+        """Return the blocks that each running request holds outside of complete spans.
 
         These are the block that is being filled, the blocks of the answer and of windows, and the
         recurrent states that are being written. The result is an array [pool, request].

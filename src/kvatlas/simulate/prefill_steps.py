@@ -19,8 +19,8 @@ BATCHED_TOKENS = 8192
 def batched_tokens(plan: Plan) -> int:
     """Return the maximum number of tokens per step that a plan assumes.
 
-    It is `plan.in_flight` / (pp + 1): the tokens in flight are those of one step for each of the pp
-    pipeline stages, and of one more step.
+    It is `plan.in_flight` / (pp + 1), because one step for each of the pp pipeline stages and one
+    more step are in flight.
     """
     return plan.in_flight // (plan.pp + 1) or BATCHED_TOKENS
 

@@ -39,7 +39,7 @@ APART = 2
 
 
 class Delivery(NamedTuple):
-    """The byte ranges of a block that one rank writes, and those that the block needs.
+    """The byte ranges of a block that one rank writes, and the ranges that the block needs.
 
     Ranges are a pair of arrays: starts and lengths in bytes.
     """

@@ -160,7 +160,7 @@ class PrefixFinder:
                 return
 
     def _farthest(self, asked: _Ends, until: float) -> int:
-        """Return an upper bound of the prefix length: that of a group that stores every token."""
+        """Return an upper bound of the prefix length, from a group that stores every token."""
         count = asked.chain.count
         if self._keeping is None:
             return count

@@ -154,7 +154,7 @@ class TierSpans:
 
 
 def keys_by_group(plan: Plan, keys: Any) -> dict[int, tuple[bytes | None, ...]]:
-    """Validate the keys of a call and return them by group of the tier's plan."""
+    """Validate the keys of a call. Return the keys by group of the tier's plan."""
     groups = range(len(plan.groups))
     if isinstance(keys, Mapping):
         unknown = [group for group in keys if group not in groups]

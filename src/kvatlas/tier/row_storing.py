@@ -113,9 +113,8 @@ class RowStoring:
     def _share(self, group: int, brought: Any, needed: Any) -> RowShare:
         """Return which objects the rank writes in the rows of a group.
 
-        `brought` are the byte ranges of a row that the rank writes, and `needed` those that all
-        ranks must write.
-        Raises an error if the rank holds only a part of an object.
+        `brought` are the byte ranges of a row that the rank writes, and `needed` the ranges that
+        all ranks must write. Raises an error if the rank holds only a part of an object.
         """
         cut = self._traffic.names.cut
         first = self._rank == self._ingest.sources[0]

@@ -185,7 +185,7 @@ class RowTraffic:
         return self.staging.frames[group]
 
     def put(self, objects: Sequence[StagedObject]) -> Future[list[str]]:
-        """Start storing objects. The result contains the names of those that found no space."""
+        """Start storing objects. The result contains the names of objects that found no space."""
 
         def call() -> list[str]:
             for one in objects:

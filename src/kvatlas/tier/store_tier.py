@@ -150,9 +150,9 @@ class StoreTier:
     ) -> StoreResult:
         """Store one rank's part of a request's tokens. Every rank of `plan` must call this.
 
-        The arguments are those of `Tier.store`. With `wait=False` the call returns as soon as the
-        pools have been read. Rows in flight then count as `waiting`, and rows to which this rank
-        contributes nothing count as `whole`. `flush` waits for rows in flight. A row counts as
+        The arguments are the same as for `Tier.store`. With `wait=False` the call returns as soon
+        as the pools have been read. Rows in flight then count as `waiting`, and rows to which this
+        rank contributes nothing count as `whole`. `flush` waits for rows in flight. A row counts as
         `no_room` if the store has no space for it, fails or times out.
         """
         with self._storage.using():

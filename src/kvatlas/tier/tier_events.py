@@ -1,9 +1,9 @@
 """`TierEvents`: report the blocks that a tier stores or evicts, as vLLM's KV events for routers.
 
 A process that stores the blocks of requests passes the requests to `note`, and calls `tell` from
-time to time. `tell` looks up which of the blocks are in the tier now, and which of the blocks that
-were reported earlier have been evicted. It must poll, because an object store evicts blocks without
-notification, and because other processes may use the same tier.
+time to time. `tell` looks up which blocks are in the tier now, and which reported blocks have been
+evicted. It must poll, because an object store evicts blocks without notification, and because other
+processes may use the same tier.
 """
 
 from __future__ import annotations

@@ -10,13 +10,14 @@ import msgspec
 
 from kvatlas.models import CacheIdentity, Model
 from kvatlas.planning import Plan, plan
-from kvatlas.specs import CrossAttention, FullAttention, LatentAttention, Ring, TensorScales
+from kvatlas.specs import CrossAttention, FullAttention, LatentAttention, Ring, Spec, TensorScales
 from tests.planning.models import SMALL, model_of
 from tests.planning.test_foreign_fields import LAYOUTS, Arena, allocations, described, in_segments
 
 
 def dense(name: str = "dense", **spec: Any) -> Model:
-    return model_of(name, *[{"attn": FullAttention(heads=4, **({"head_dim": 8} | spec))}] * 2)
+    layer: dict[str, Spec] = {"attn": FullAttention(heads=4, **({"head_dim": 8} | spec))}
+    return model_of(name, layer, layer)
 
 
 DENSE = dense()
@@ -53,7 +54,8 @@ def small(name: str, layers: int) -> Model:
 
 
 def made(model: Model, **given: Any) -> Callable[[], Plan]:
-    return partial(plan, model, **({"memory": "256KiB", "max_len": 64} | given))
+    settings: dict[str, Any] = {"memory": "256KiB", "max_len": 64} | given
+    return partial(plan, model, **settings)
 
 
 def engine(name: str) -> Callable[[], Plan]:

@@ -279,12 +279,12 @@ def hostile_cases(folder: Path) -> dict[str, Hostile]:
         ]
         files = {file: text, own: canonical(tables)}
         cases[f"hostile/{name}"] = Hostile(files, {"copy": ends}, code)
-    base = {"document": "dense-LBNHC.json", "tables": "dense-LBNHC.tables.json"}
+    right = {"document": "dense-LBNHC.json", "tables": "dense-LBNHC.tables.json"}
     asked = {"rank": 0, "layer": "layers.0.attn", "field": "k", "rows": None}
     for name, wrong, code in (
         ("rank", {"rank": 1}, "bad_rank"),
         ("layer", {"layer": "layers.9.attn"}, "unknown_layer"),
         ("field", {"field": "q"}, "unknown_field"),
     ):
-        cases[f"hostile/no-such-{name}"] = Hostile({}, {**base, **asked, **wrong}, code)
+        cases[f"hostile/no-such-{name}"] = Hostile({}, {**right, **asked, **wrong}, code)
     return cases

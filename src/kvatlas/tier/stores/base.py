@@ -89,7 +89,8 @@ class ObjectStore(ABC):
     def get(self, objects: Sequence[tuple[str, Parts]]) -> list[int]:
         """Read whole objects into memory. Return the size of each in bytes, or `ABSENT`.
 
-        If the size differs from that of the parts, the content of the parts is undefined.
+        If the object has another size than the parts together, the content of the parts is
+        undefined.
         """
 
     @abstractmethod

@@ -48,10 +48,13 @@ def is_name(name: str) -> bool:
 def leads_away(root: Path, path: Path) -> bool:
     """Return whether a folder between `root` and `path` is a symbolic link."""
     at = str(root)
-    for word in path.relative_to(root).parts[:-1]:
+    for word in path.parts[len(root.parts) : -1]:
         at = f"{at}/{word}"
-        if Path(at).is_symlink():
-            return True
+        try:
+            if stat.S_ISLNK(os.lstat(at).st_mode):
+                return True
+        except (FileNotFoundError, NotADirectoryError):
+            return False
     return False
 
 

@@ -275,7 +275,7 @@ class MooncakeStore(ObjectStore):
                 Code.WIRE_FAILED,
                 "Listing and counting objects requires the address of the metrics server",
                 got="no metrics= option",
-                hint=f"Add it to the address: mooncake://{self.master}?metrics=host:9003",
+                hint=f"Add the option to the address: mooncake://{self.master}?metrics=host:9003",
             )
         try:
             with closing(HTTPConnection(self._metrics, timeout=_SECONDS)) as connection:
