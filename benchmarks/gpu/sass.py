@@ -166,6 +166,13 @@ def latent(cache: str) -> None:
     attend_latent(_layer(spec, block=64), q, scale=1.0, **_batch(1))
 
 
+def sparse(cache: str) -> None:
+    spec = LatentAttention(cache=cache)
+    q = torch.empty(4, 128, 576, dtype=torch.bfloat16)
+    indices = torch.zeros(4, 2048, dtype=torch.int32)
+    attend_latent(_layer(spec, block=64), q, scale=1.0, indices=indices, **_batch(1))
+
+
 def put(cache: str) -> None:
     spec = FullAttention(heads=8, head_dim=128, cache=cache)
     k, v = (torch.empty(64, 8, 128, dtype=torch.bfloat16) for _ in "kv")
@@ -209,6 +216,7 @@ CALLS: dict[str, Callable[[str], None]] = {
     "decode": decode,
     "prefill": lambda cache: decode(cache, 60),
     "latent": latent,
+    "sparse": lambda cache: sparse("fp8_ds_mla" if cache == "auto" else cache),
     "write": put,
     "copy": move,
     "runs": runs,

@@ -29,6 +29,7 @@ from tests.kernels.triton.cases import (
     check_attend,
     check_latent,
     check_not_finite,
+    check_selected,
     check_write,
     check_write_latent,
     exact_attention,
@@ -231,7 +232,6 @@ def test_absorbed_latents(order: str, cache: str) -> None:
 @pytest.mark.parametrize(
     "form",
     [
-        {"cache": "fp8_ds_mla"},
         {"cache": "nvfp4_ds_mla"},
         {"cache": "fp8_ds_mla", "version": "v4", "latent": 448},
     ],
@@ -253,6 +253,31 @@ def test_latents_without_a_kernel_are_left_to_torch(form: dict[str, Any]) -> Non
         )  # fmt: skip
         outputs.append(out.cpu())
     assert torch.allclose(outputs[0], outputs[1], atol=0.01)
+
+
+SPARSE: dict[str, dict[str, Any]] = {
+    "records": {"cache": "fp8_ds_mla"},
+    "fp8": {"cache": "fp8"},
+    "latents": {},
+    "small records": {"cache": "fp8_ds_mla", "latent": 128},
+}
+SELECTED: dict[str, dict[str, Any]] = {
+    "some of each kind": {"most": 130, "lengths": (700, 5, 0, 200), "queries": (4, 1, 2, 200)},
+    "decode": {"most": 2048, "lengths": (9000, 3000, 1), "queries": (1, 1, 1), "max_queries": 1},
+    "all of them": {"most": 0, "lengths": (700, 5, 200), "queries": (1, 1, 1), "max_queries": 1},
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("batch", list(SELECTED))
+@pytest.mark.parametrize("kind", list(SPARSE))
+@pytest.mark.parametrize("heads", [16, 128])
+def test_queries_attend_to_selected_tokens(kind: str, batch: str, order: str, heads: int) -> None:
+    spec = LatentAttention(**SPARSE[kind])
+    check_selected(
+        spec, order, "cuda", dtype=torch.bfloat16, tolerance=0.03, heads=heads, block=64,
+        **SELECTED[batch],
+    )  # fmt: skip
 
 
 def test_absorbed_latents_of_float32() -> None:

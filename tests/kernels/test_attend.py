@@ -10,7 +10,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvatlas import AtlasError, Code
-from kvatlas.kernels import attend, attend_latent, decode, encode, write, write_latent
+from kvatlas.kernels import (
+    attend,
+    attend_latent,
+    decode,
+    encode,
+    read_latent,
+    write,
+    write_latent,
+)
 from kvatlas.specs import (
     ATTENTION_CACHES,
     ChunkedAttention,
@@ -19,6 +27,7 @@ from kvatlas.specs import (
     LatentAttention,
     SinkAttention,
     SlidingAttention,
+    SlidingLatentAttention,
 )
 from tests.guards import ORDERS, cache_of
 
@@ -199,6 +208,67 @@ def test_absorbed_latents() -> None:
         out = attend_latent(layer, q, tables=tables, scale=0.2, **BATCH)
         assert torch.allclose(out, expected, atol=1e-5), order
         guarded.check()
+
+
+SPARSE_CACHES: list[dict[str, Any]] = [
+    {"latent": 16, "rope": 8, "dtype": "fp32"}, {"latent": 16, "rope": 8, "cache": "fp8"},
+    {"latent": 128, "rope": 16, "cache": "fp8_ds_mla"},
+    {"latent": 64, "rope": 16, "cache": "nvfp4_ds_mla"},
+    {"latent": 64, "rope": 16, "cache": "fp8_ds_mla", "version": "v4"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", SPARSE_CACHES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_queries_attend_to_selected_tokens(form: dict[str, Any], order: str) -> None:
+    """Against float64 over the stored rows; positions that a query does not see are ignored."""
+    spec = LatentAttention(**form)
+    generator = torch.Generator().manual_seed(2)
+    width = spec.latent + spec.rope
+    guarded, layer = cache_of(spec, order)
+    blocks, states = (layer.kernel_blocks.size(axis) for axis in "BN")
+    tables = torch.randperm(blocks, generator=generator)
+    tables = tables[: blocks // 3 * 3].view(3, -1)
+    held = []
+    for table, length in zip(tables, LENGTHS, strict=True):
+        at, row = torch.arange(length), torch.randn(length, width, generator=generator)
+        slots = table[at // states] * states + at % states
+        write_latent(layer, row[:, : spec.latent], row[:, spec.latent :], slots)
+        held.append([part.double() for part in read_latent(layer, slots)])
+    q = torch.randn(sum(QUERIES), 4, width, generator=generator)
+    indices = torch.stack([torch.randperm(44, generator=generator)[:7] for _ in q]) - 4
+    indices[3] = torch.tensor([-1, 40, 41, 42, -3, 43, 37])
+    out = attend_latent(layer, q, tables=tables, scale=0.2, indices=indices, **BATCH)
+    row = seen = 0
+    for (value, rope), length, count in zip(held, LENGTHS, QUERIES, strict=True):
+        for position in range(length - count, length):
+            own = [int(at) for at in indices[row] if 0 <= at <= position]
+            logits = q[row].double() @ torch.cat((value, rope), -1)[own].T * 0.2
+            error = (out[row].double() - logits.softmax(-1) @ value[own]).abs().max()
+            assert float(error) < 1e-5, (row, own)
+            row, seen = row + 1, seen + len(own)
+    assert not out[3].any()
+    assert 0 < seen < indices.numel()
+    guarded.check()
+
+
+def test_indices_that_do_not_fit_are_refused() -> None:
+    generator = torch.Generator().manual_seed(2)
+    q = torch.randn(sum(QUERIES), 4, 24, generator=generator)
+    for spec, indices in (
+        (LatentAttention(latent=16, rope=8), torch.zeros(len(q) + 1, 3, dtype=torch.int64)),
+        (LatentAttention(latent=16, rope=8), torch.zeros(len(q), dtype=torch.int64)),
+        (LatentAttention(latent=16, rope=8), torch.zeros(len(q), 3)),
+        (
+            SlidingLatentAttention(latent=16, rope=8, window=9),
+            torch.zeros(len(q), 3, dtype=torch.int64),
+        ),
+    ):
+        _, layer = cache_of(spec, "LBNHC")
+        tables = torch.arange(9).view(3, 3)
+        with pytest.raises(AtlasError) as refusal:
+            attend_latent(layer, q, tables=tables, scale=0.2, indices=indices, **BATCH)
+        assert refusal.value.code in (Code.BAD_TENSOR, Code.NOT_AN_INTEGER)
 
 
 # Sequences and tables, rows and queries, queries and tokens, tokens and blocks.

@@ -71,7 +71,7 @@ def attend(
     Logits are multiplied by `scale` (default 1 / sqrt(D)) and capped by `softcap` (0 or None: no
     cap). For quantised caches, pass the same `k_scale` and `v_scale` as to `write`.
 
-    The spec determines window, chunk and sink tokens. `sink_logits` are learned, one per query
+    The spec determines the window, chunk and sink tokens. `sink_logits` are learned, one per query
     head; they contribute to the softmax's denominator only. In cross attention, queries see all
     tokens of the encoder, and `lengths` counts encoder tokens.
 
@@ -111,19 +111,26 @@ def attend_latent(
     sink_logits: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     max_queries: int | None = None,
+    indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute absorbed MLA of `q` [tokens, heads, latent + rope] over each sequence's cache.
 
     All heads share the cached rows. Returns [tokens, heads, latent], before the value projection.
-    Supports every cache dtype of latents. The other arguments are those of `attend`.
+    Supports every cache dtype of latents. `attend` describes the other arguments.
+
+    For sparse attention, as in DeepSeek-V3.2, `indices` [tokens, k] contains the positions that an
+    indexer has selected for each query, in any order, each at most once. Positions after the query
+    and negative ones are ignored, and a query without a position produces zeros.
     """
     check_scales(kv_scale)
     spec = layer.spec_as(LatentAttention)
+    if indices is not None:
+        check_indices(layer, q, indices)
     if (gpu := gpu_kernels(q)) and gpu.attends_latent(spec):
         return gpu.attend_latent(  # type: ignore[no-any-return]
             layer, q, tables=tables, lengths=lengths, queries=queries, starts=starts,
             scale=scale, kv_scale=kv_scale, sink_logits=sink_logits, out=out,
-            max_queries=max_queries,
+            max_queries=max_queries, indices=indices,
         )  # fmt: skip
 
     def rows(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,12 +140,39 @@ def attend_latent(
     _check_queries(q, 1, spec.latent + spec.rope)
     out = _out(q, spec.latent, out)
     batch = _batch(layer, q, tables, lengths, queries, starts)
+    if indices is not None:
+        batch = _selected(batch, whole_tensor(indices, "Indices", "Pass int32 or int64"))
     return _attend(batch, rows, q, out, _Softmax(scale, None, sink_logits))
+
+
+def check_indices(layer: LayerCache, q: torch.Tensor, indices: torch.Tensor) -> None:
+    """Raise an error unless `indices` has a row for each query, and queries see all tokens."""
+    if layer.spec.visibility != Visibility():
+        problem = "Selected tokens require a layer in which a query sees all tokens before it"
+        hint = "Omit `indices`: the spec of this layer determines the visible tokens"
+        raise _bad_batch(problem, f"a layer with {layer.spec.visibility}", hint)
+    if indices.dim() != 2 or indices.shape[0] != q.shape[0] or not indices.shape[1]:
+        problem = f"`indices` must have two axes, with a row for each of the {q.shape[0]} queries"
+        hint = "Pass the positions that the indexer selected, [tokens, k]"
+        raise _bad_batch(problem, f"shape {tuple(indices.shape)}", hint)
+
+
+def _selected(batch: list[_Sequence], indices: torch.Tensor) -> list[_Sequence]:
+    """Return one sequence per query, with the slots at the query's `indices`."""
+    alone = []
+    for rows, slots, _ in batch:
+        for row in range(rows.start, rows.stop):
+            at = indices[row].long().to(slots.device)
+            at = at[(at >= 0) & (at < len(slots) - (rows.stop - 1 - row))]
+            alone.append(_Sequence(slice(row, row + 1), slots[at], None))
+    return alone
 
 
 def _check_queries(q: torch.Tensor, heads: int, dim: int) -> None:
     if q.dim() != 3 or q.shape[2] != dim or not q.shape[1] or q.shape[1] % heads:
-        problem = f"`q` must be [tokens, query heads, {dim}], with a multiple of {heads} heads"
+        problem = (
+            f"`q` must be of shape [tokens, query heads, {dim}], with a multiple of {heads} heads"
+        )
         hint = "Pass the query heads of this rank"
         raise AtlasError(Code.BAD_TENSOR, problem, got=f"shape {tuple(q.shape)}", hint=hint)
 

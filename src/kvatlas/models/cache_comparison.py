@@ -65,8 +65,8 @@ def differences(
 ) -> list[str]:
     """Return one sentence for each decoder layer whose cache differs in transformers.
 
-    `caches` are the caches that kvatlas read from a config, and `built` those that transformers
-    built. A window of at least `longest` tokens, the longest context, counts as no window.
+    `caches` were read from a config by kvatlas, and `built` were built by transformers. A window of
+    at least `longest` tokens, the longest context, counts as no window.
     """
     ours, offset = _expected(caches), _WINDOW_OFFSETS.get(model_type, 0)
     sparse = any("indexer_keys" in layer.tensors for layer in built)

@@ -1,4 +1,4 @@
-"""Read Mistral's params.json: rename its keys to those of a config.json.
+"""Read Mistral's params.json: rename its keys to the keys of a config.json.
 
 Mistral publishes its models with a params.json, and vLLM reads it with `--config-format mistral`.
 The keys are renamed as in vLLM 0.32's `transformers_utils/configs/mistral.py`.

@@ -97,14 +97,13 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ) -> Model:
         """Load a model from its config and list its caches.
 
-        `source` is a path to a config.json or its folder, a dict, a transformers config,
-        a catalogue name or entry, a hub id, or a `Model`, which is returned unchanged.
-        `dtype` is the dtype in which the model is served, by default the config's dtype, or bf16
-        for an fp32 checkpoint. `ssm_dtype` and `conv_dtype`
-        override the dtypes in which `engine` stores recurrent states. With
-        `oracle="transformers"`, transformers builds the model without weights and runs a few
-        tokens; if its cached tensors differ from those that kvatlas expects, `load` raises an
-        error.
+        `source` is a path to a config.json or its folder, a dict, a transformers config, a
+        catalogue name or entry, a hub id, or a `Model`, which is returned unchanged. `dtype` is the
+        dtype in which the model is served, by default the config's dtype, or bf16 for an fp32
+        checkpoint. `ssm_dtype` and `conv_dtype` override the dtypes in which `engine` stores
+        recurrent states. With `oracle="transformers"`, transformers builds the model without
+        weights and runs a few tokens. `load` raises an error unless transformers caches the tensors
+        that kvatlas expects.
 
         >>> model = Model.load("Qwen3-Next-80B-A3B", engine="sglang")
         >>> model.layers[0].name, model.layers[0].spec.ssm_dtype

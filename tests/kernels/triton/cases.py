@@ -6,6 +6,7 @@ right is said by float64, or by the torch kernels where bytes are compared.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from kvatlas.copying.address_runs import (
 )
 from kvatlas.geometry import ENGINE_LAYOUTS, DType, Layout
 from kvatlas.geometry.address_arrays import Int64s
-from kvatlas.kernels import append_step, read
+from kvatlas.kernels import append_step, read, read_latent
 from kvatlas.kernels import write as write_by_torch
 from kvatlas.kernels import write_latent as write_latent_by_torch
 from kvatlas.kernels.cast_scales import place_scales
@@ -369,6 +370,65 @@ def check_latent(
         )
         assert float((out[mine].double() - expected).abs().max()) < tolerance
         start += count
+    pool.untouched()
+
+
+def check_selected(
+    spec: LatentAttention, order: str, device: str, *, dtype: torch.dtype, tolerance: float,
+    heads: int, lengths: Sequence[int] = (37, 5, 0, 20), queries: Sequence[int] = (4, 1, 2, 20),
+    most: int = 7, block: int = 16, starts: bool = False, sink_logits: bool = False, **choice: Any,
+) -> None:  # fmt: skip
+    """Attention to some tokens of each query, against float64 over the rows that are stored.
+
+    Some positions are negative, some are those of tokens after the query; one query has none.
+    If `most` is 0, queries attend to all tokens, without indices.
+    """
+    per = -(-max(lengths) // block)
+    pool = Pool(spec, order, device, block=block, blocks=per * len(lengths) + 1)
+    layer, generator = pool.layer, torch.Generator().manual_seed(3)
+    tables = torch.randperm(per * len(lengths) + 1, generator=generator)[: per * len(lengths)]
+    tables = tables.view(len(lengths), per).to(device)
+    width, held = spec.latent + spec.rope, []
+    for table, length in zip(tables, lengths, strict=True):
+        at = torch.arange(length, device=device)
+        slots = table[at // block] * block + at % block
+        rows = torch.randn(length, width, generator=generator).to(device)
+        write_latent_by_torch(layer, rows[:, : spec.latent], rows[:, spec.latent :], slots)
+        held.append([part.double() for part in read_latent(layer, slots)])
+    count, spare = sum(queries), 2 if starts else 0
+    q = torch.randn(count + 2 * spare, heads, width, generator=generator).to(dtype).to(device)
+    longest = max(lengths) + 8
+    each = [torch.randperm(longest, generator=generator)[: most or longest] for _ in q]
+    indices = torch.stack(each) - 4
+    if most:
+        indices[spare] = -1 - indices[spare].abs()
+    logits = torch.randn(heads, generator=generator).to(device) if sink_logits else None
+    ends = torch.tensor([0, *queries]).cumsum(0) + spare
+    counts = torch.tensor(queries, device=device)
+    given: dict[str, Any] = {"starts": ends.to(device)} if starts else {"queries": counts}
+    out = torch.full((len(q), heads, spec.latent), NAN, dtype=dtype, device=device)
+    attend_latent(
+        layer, q, sink_logits=logits, tables=tables.int(), scale=0.2, out=out,
+        lengths=torch.tensor(lengths, device=device), **choice,
+        indices=indices.int().to(device) if most else None,
+        **given,
+    )  # fmt: skip
+    row = spare
+    for (value, rope), length, many in zip(held, lengths, queries, strict=True):
+        for position in range(length - many, length):
+            own = [int(at) for at in indices[row] if 0 <= at <= position]
+            k, v = torch.cat((value, rope), -1)[own, None], value[own, None]
+            # One query that sees all of its tokens, whatever their order.
+            expected = exact_attention(spec, q[row : row + 1], k, v, 0.2, logits, None)
+            if not own:
+                expected = torch.zeros_like(expected)
+            error = (out[row].double() - expected[0]).abs().max()
+            assert float(error) < tolerance, (row, own, float(error))
+            row += 1
+    if spare:
+        assert out[:spare].isnan().all()
+        assert out[row:].isnan().all()
+    assert row == count + spare
     pool.untouched()
 
 

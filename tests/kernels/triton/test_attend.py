@@ -28,6 +28,7 @@ from tests.kernels.triton.cases import (
     Pool,
     check_attend,
     check_latent,
+    check_selected,
     check_write,
 )
 from tests.profiles import DEEP
@@ -205,6 +206,41 @@ def test_absorbed_latents(cache: str) -> None:
     check_latent(spec, "LBNHC", "cpu", sink_logits=True, **more)
     spec = SlidingLatentAttention(latent=32, rope=16, dtype="fp32", cache=cache, window=9)
     check_latent(spec, "LBNHC", "cpu", **more)
+
+
+SPARSE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "latents": ({"latent": 32, "dtype": "fp32"}, {"sink_logits": True}),
+    "fp8": ({"latent": 32, "cache": "fp8"}, {"starts": True}),
+    "records": ({"latent": 128, "cache": "fp8_ds_mla"}, {"starts": True}),
+    "records of several scales": ({"latent": 256, "cache": "fp8_ds_mla"}, {"block": 64}),
+    "many of them, few workers": (
+        {"latent": 128, "cache": "fp8_ds_mla"},
+        {"lengths": (300, 1), "queries": (1, 1), "most": 150, "per_sm": 1, "max_queries": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", list(SPARSE))
+def test_queries_attend_to_selected_tokens(kind: str) -> None:
+    form, more = SPARSE[kind]
+    given: dict[str, Any] = {"dtype": torch.float32, "tolerance": 2e-5, "heads": 4, **SMALL}
+    check_selected(LatentAttention(rope=16, **form), "LBNHC", "cpu", **{**given, **more})
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_selected_records_are_found_in_every_order(order: str) -> None:
+    check_selected(
+        LatentAttention(latent=128, rope=16, cache="fp8_ds_mla"), order, "cpu", heads=4,
+        dtype=torch.float32, tolerance=2e-5, lengths=(37, 5), queries=(2, 1), **SMALL,
+    )  # fmt: skip
+
+
+def test_absorbed_records() -> None:
+    """All tokens of records are attended to without indices."""
+    check_selected(
+        LatentAttention(latent=128, rope=16, cache="fp8_ds_mla"), "BLNHC", "cpu", heads=4,
+        dtype=torch.float32, tolerance=2e-5, lengths=(37, 5), queries=(2, 1), most=0, **SMALL,
+    )  # fmt: skip
 
 
 def test_a_schedule_counts_what_there_is() -> None:

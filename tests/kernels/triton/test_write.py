@@ -132,7 +132,7 @@ LATENTS: list[tuple[dict[str, Any], list[str]]] = [
     ({}, ["write_latent", "attend_latent"]),
     ({"cache": "fp8"}, ["write_latent", "attend_latent"]),
     ({"latent": 448}, ["write_latent"]),
-    ({"cache": "fp8_ds_mla"}, []),
+    ({"cache": "fp8_ds_mla"}, ["attend_latent"]),
     ({"cache": "nvfp4_ds_mla"}, []),
     ({"cache": "fp8_ds_mla", "version": "v4", "latent": 448}, []),
 ]

@@ -11,6 +11,7 @@ points, and by its `StorageFormat`. The format's kind determines the result of `
 | `nvfp4` | numbers times 2**-14 | |
 | `levels` | levels of a normal variable | the row's norm divided by the norm of its levels |
 | `range` | numbers | |
+| `records` | the elements times the scale of their block | |
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ _LEVELS_OF_16 = tl.constexpr(normal_levels(4))
 
 E2M1_UNIT = tl.constexpr(16384.0)
 """Factor by which e2m1 numbers are too small if their bits are interpreted as float16."""
+
+
+RECORD_BLOCK = tl.constexpr(128)
+"""Elements of a DeepSeek-V3.2 record that share a scale."""
 
 
 class TileStates(NamedTuple):
@@ -307,6 +312,18 @@ def read(
         tile = as_dot(stored, DOT, FORMAT.ptx)
         if KIND == "scaled":
             factor = column_of(buffer, side.scales, states, tl.float32, FORMAT.scale_unit, MASKED)
+    elif KIND == "records":
+        stored = elements(
+            buffer, side.rows, states, FORMAT.element, FORMAT.unit, DIM, WIDTH, MASKED, EVICT
+        )
+        steps = elements(
+            buffer, side.scales, states, tl.float32, FORMAT.scale_unit, DIM // RECORD_BLOCK,
+            WIDTH // RECORD_BLOCK, MASKED, EVICT,
+        )  # fmt: skip
+        wide = tl.broadcast_to(
+            steps[:, :, None], [steps.shape[0], WIDTH // RECORD_BLOCK, RECORD_BLOCK]
+        )
+        tile = (stored.to(tl.float32) * tl.reshape(wide, [steps.shape[0], WIDTH])).to(DOT)
     elif KIND == "int4":
         packed = code_bytes(buffer, side.rows, states, FORMAT, MASKED, EVICT)
         word = column_of(buffer, side.scales, states, tl.int32, FORMAT.scale_unit, MASKED)

@@ -113,7 +113,8 @@ def stored_latent(layer: LayerCache, name: str) -> StoredSide:
     spec = layer.spec_as(LatentAttention)
     check_chip(layer)
     dim = spec.latent if name == "latent" else spec.rope
-    return _stored(layer.page, layer.kernel_blocks, name, "plain", 0, dim, takes_ptx(layer))
+    kind = "records" if name == "latent" and spec.cache == "fp8_ds_mla" else "plain"
+    return _stored(layer.page, layer.kernel_blocks, name, kind, 0, dim, takes_ptx(layer))
 
 
 @lru_cache(maxsize=4096)
@@ -162,13 +163,20 @@ def writes_latent(spec: LatentAttention) -> bool:
 
 
 def attends_latent(spec: LatentAttention) -> bool:
-    """Whether the attention kernel supports a spec: like `writes_latent`, with power-of-two sizes.
+    """Whether the attention kernel supports a spec.
+
+    Sizes must be powers of two. Latents are in the model's dtype, in fp8 with one scale, or in
+    DeepSeek-V3.2's records.
 
     >>> attends_latent(LatentAttention()), attends_latent(LatentAttention(latent=448))
     (True, False)
+    >>> attends_latent(LatentAttention(cache="fp8_ds_mla"))
+    True
     """
     sizes = spec.latent, spec.rope
-    return writes_latent(spec) and all(size >= 16 and not size & (size - 1) for size in sizes)
+    known = spec.cache in _LATENTS or (spec.cache, spec.version) == ("fp8_ds_mla", "v3")
+    fits = spec.latent <= WIDEST and all(size >= 16 and not size & (size - 1) for size in sizes)
+    return known and fits
 
 
 def takes_ptx(layer: LayerCache) -> bool:

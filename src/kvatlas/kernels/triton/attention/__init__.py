@@ -3,6 +3,7 @@
 Decode and prefill in Triton:
 
 - schedule: `step_schedule` and `schedule_device` (decode), `prefill_device` (one program per tile)
+- selection of tokens for sparse attention: `select_device`, also for MLA on Hopper
 - walk over pages: `walk_device`; for 4-bit rows `decode_packed_device`
 - dequantisation: `..dequantise_device`; for 4-bit rows `packed_words_device`
 - merge of partial results: `merge_device`, also for MLA

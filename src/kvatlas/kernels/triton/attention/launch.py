@@ -26,7 +26,13 @@ from kvatlas.kernels.triton.attention.layer_launch import (
     layer_launch,
 )
 from kvatlas.kernels.triton.attention.merge_device import merge
-from kvatlas.kernels.triton.attention.step_schedule import Schedule, scheduled
+from kvatlas.kernels.triton.attention.select_device import SelectedSlots, TableRows, select
+from kvatlas.kernels.triton.attention.step_schedule import (
+    Schedule,
+    scheduled,
+    sequences_at_once,
+)
+from kvatlas.kernels.triton.relaunch import kind_of, number_kind
 from kvatlas.specs import Attention, LatentAttention
 
 MERGED_AT_ONCE = 2048
@@ -53,10 +59,10 @@ def attend(
 ) -> torch.Tensor:
     """Compute attention of `q` [tokens, query heads, D] over each sequence's cache.
 
-    The arguments are those of `kvatlas.kernels.attend`, plus `prepared`, a schedule that all
-    layers of a kind can share in a step, and `choice`, which overrides the tuned settings.
-    `max_queries=1` skips the launch for prefill. With 8-bit and 4-bit caches, queries are
-    converted to float16, so they must not exceed 65504.
+    There are two more arguments than in `kvatlas.kernels.attend`: all layers of a kind can share
+    the schedule `prepared` in a step, and `choice` overrides the tuned settings. `max_queries=1`
+    skips the launch for prefill. With 8-bit and 4-bit caches, queries are converted to float16, so
+    they must not exceed 65504.
     """
     layer.spec_as(Attention)
     scores = Scores(scale, softcap, k_scale, v_scale, sink_logits is not None)
@@ -81,19 +87,25 @@ def attend_latent(
     out: torch.Tensor | None = None,
     max_queries: int | None = None,
     prepared: Schedule | None = None,
+    indices: torch.Tensor | None = None,
     **choice: Any,
 ) -> torch.Tensor:
     """Compute absorbed MLA of `q` [tokens, heads, latent + rope] over each sequence's cache.
 
-    Returns [tokens, heads, latent], before the value projection. The other arguments are those of
-    `attend`.
+    Returns [tokens, heads, latent], before the value projection. `attend` describes the other
+    arguments. `indices` [tokens, k] contains the positions that each query attends to, as for
+    `kvatlas.kernels.attend_latent`; with it, `prepared` is not used.
     """
     layer.spec_as(LatentAttention)
-    scores = Scores(scale, None, kv_scale, kv_scale, sink_logits is not None)
-    launch = layer_launch(layer, q, scores, max_queries, choice)
+    chosen = indices is not None
+    scores = Scores(scale, None, kv_scale, kv_scale, sink_logits is not None, chosen)
+    launch = layer_launch(layer, q, scores, 1 if chosen else max_queries, choice)
     out = _out(launch, q, out)
     call = AttentionCall(layer, launch, q, out, tables, lengths, sink_logits)
-    _run(call, queries, starts, max_queries, prepared)
+    if indices is None:
+        _run(call, queries, starts, max_queries, prepared)
+    else:
+        _run_selected(call, indices, queries, starts, max_queries)
     return out
 
 
@@ -156,6 +168,45 @@ def _run(
             hadamard.rotate_back(call.out, prepared.ends[0])
     if known is None and call.q.is_cuda:
         relaunch.keep(launch.compiled, kind, kind.tensors, compiled)
+
+
+def _run_selected(
+    call: AttentionCall,
+    indices: torch.Tensor,
+    queries: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    max_queries: int | None,
+) -> None:
+    """Attend to selected tokens: every query is decoded like a sequence of its own."""
+    launch, (tokens, most) = call.launch, indices.shape
+    counted = number_kind(tokens), (tokens - 1).bit_length(), most
+    kind = batch_kind(call, queries, starts, None), kind_of(indices), counted
+    known = launch.compiled.get(kind)
+    if known is None:
+        batches.check_kinds(call, queries, starts, None)
+        checks.same_device(call.q.device, indices=indices)
+        checks.integers(indices, "indices", axes=2)
+    batches.check_counts(call, queries, starts, max_queries, prepared=False)
+    if not tokens or not call.lengths.shape[0]:
+        return
+    compiled: relaunch.Compiled = {} if known is None else known
+    with tune.on(call.q.device):
+        slots = indices.new_empty((tokens, most), dtype=torch.int32)
+        into = SelectedSlots(slots, slots.new_empty(tokens), slots.new_empty((2, tokens + 1)))
+        counts, sequences = queries if starts is None else starts, call.lengths.shape[0]
+        relaunch.launch(
+            select, (tokens, 1, 1),
+            (TableRows(indices, indices.stride(0)), TableRows(call.tables, call.tables.stride(0)),
+             call.lengths, counts, sequences, into, most),
+            {"STATES": launch.shape.selected, "TILE": launch.decode.tiling.tile,
+             "STARTS": starts is not None, "SPAN": sequences_at_once(sequences),
+             "EARLY": launch.early["EARLY"]},
+            {"num_warps": 4, **launch.early}, compiled,
+        )  # fmt: skip
+        alone = call._replace(tables=slots, lengths=into.counts)
+        _decode(alone, Schedule(into.ends, launch.split), compiled)
+    if known is None and call.q.is_cuda:
+        relaunch.keep(launch.compiled, kind, (*kind[0].tensors, kind[1]), compiled)
 
 
 def _decode(call: AttentionCall, plan: Schedule, compiled: relaunch.Compiled) -> None:

@@ -72,6 +72,8 @@ class AttentionShape(NamedTuple):
     """Absorbed MLA: the latents are the values."""
     mask: str
     softcap: bool
+    selected: int = 0
+    """If tables contain the slots of selected states: the states per page. `states` is then 1."""
 
 
 class Tiling(NamedTuple):
@@ -329,6 +331,8 @@ def dot_for(own: Any, side: StoredSide, *, values: bool) -> Any:
     if values and own != tl.float32 and side.format.kind in ("scaled", "int4"):
         return tl.bfloat16
     narrow = side.format.element in (tl.float8e4nv, tl.float8e5, tl.int8)
+    if side.format.kind == "records":  # elements times scales need the range of the queries' type
+        return own
     exact = narrow or side.format.kind in ("int4", "nvfp4", "levels")
     return tl.float16 if exact and own != tl.float32 else own
 

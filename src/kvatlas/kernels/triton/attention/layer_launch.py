@@ -56,6 +56,8 @@ class Scores(NamedTuple):
     v_scale: float
     sink_logits: bool
     """Whether sink logits are given."""
+    selected: bool = False
+    """Whether each query attends to selected tokens only."""
 
 
 class DecodeLaunch(NamedTuple):
@@ -137,7 +139,7 @@ def layer_launch(
     max_queries: int | None,
     choice: dict[str, Any],
 ) -> LayerLaunch:
-    """Return the launches of a layer for the shape and dtype of `q`; cached."""
+    """Return the launches of a layer for the shape and dtype of `q`. The result is cached."""
     key = (q.shape[1:], q.dtype, q.is_cuda, scores, max_queries, tuple(choice.items()))
     kept: LayerLaunch | None = layer.kept.get(key)
     if kept is None:
@@ -179,7 +181,7 @@ def _worked_out(
 
 
 def _attention_sides(layer: LayerCache, q: torch.Tensor) -> tuple[StoredSide, StoredSide]:
-    """Return format and strides of K and V of an attention layer.
+    """Return the formats and strides of an attention layer's K and V.
 
     Raises an error if no kernel supports the layer or the queries.
     """
@@ -198,7 +200,7 @@ def _attention_sides(layer: LayerCache, q: torch.Tensor) -> tuple[StoredSide, St
 
 
 def _latent_sides(layer: LayerCache, q: torch.Tensor) -> tuple[StoredSide, StoredSide]:
-    """Return format and strides of an MLA layer's latents and rotary parts.
+    """Return the formats and strides of an MLA layer's latents and rotary parts.
 
     Raises an error if no kernel supports the layer.
     """
@@ -222,7 +224,7 @@ def _shape(
     heads: int,
     scores: Scores,
 ) -> calls.AttentionShape:
-    latent = isinstance(layer.spec, LatentAttention)
+    latent, states = isinstance(layer.spec, LatentAttention), layer.kernel_blocks.size("N")
     values = k.format if latent else v.format
     own = formats.dot_of(q)
     k_dot = calls.dot_for(own, k, values=False)
@@ -230,17 +232,17 @@ def _shape(
         k.format, v.format, k_dot, k_dot if latent else calls.dot_for(own, v, values=True),
         "ieee" if k_dot == tl.float32 else "tf32",
         calls.OutputShape(q.shape[1] // heads, values.dim, values.width, scores.sink_logits),
-        layer.kernel_blocks.size("N"), latent, calls.mask_of(layer.spec.visibility)[0],
-        bool(scores.softcap),
+        1 if scores.selected else states, latent, calls.mask_of(layer.spec.visibility)[0],
+        bool(scores.softcap), states if scores.selected else 0,
     )  # fmt: skip
 
 
 def _scoring(layer: LayerCache, scores: Scores) -> calls.Scoring:
-    """Return scoring parameters. The scale includes log2(e), unless there is a softcap."""
+    """Return the scoring parameters. The scale includes log2(e), unless there is a softcap."""
     spec = layer.spec
     scale, k_scale, v_scale = scores.scale, scores.k_scale, scores.v_scale
     if isinstance(spec, LatentAttention):
-        kept_as_is = spec.cache == "auto"
+        kept_as_is = spec.cache not in _PER_TENSOR
     else:
         spec = layer.spec_as(Attention)
         kept_as_is = spec.cache not in _PER_TENSOR

@@ -155,8 +155,8 @@ def pages(stretch, begin, STATES: tl.constexpr, TILE: tl.constexpr, FIT: tl.cons
         at = begin // STATES + tl.arange(0, TILE) // STATES
     else:
         at = (begin + tl.arange(0, TILE)) // STATES
-    at = tl.maximum(at, stretch.low // STATES)
-    return tl.load(stretch.table + tl.minimum(at, (stretch.high - 1) // STATES))
+    at = tl.minimum(at, (stretch.high - 1) // STATES)
+    return tl.load(stretch.table + tl.maximum(at, stretch.low // STATES))
 
 
 @triton.jit
@@ -224,6 +224,10 @@ def walk(
         here = page.to(tl.int32)
         page = pages(stretch, n + TILE, STATES, TILE, FIT)
         start, state = state_of(n, offset, STATES, FIT)
+        if SHAPE.selected:
+            # Tables contain slots instead of block ids.
+            state = here % SHAPE.selected
+            here = here // SHAPE.selected
         states = TileStates(here, start, state, stretch.head, there)
         k, k_factor = read(
             cache.buffer, cache.k, states, K, SHAPE.k_dot, MASKED and SHAPE.latent, EVICT
