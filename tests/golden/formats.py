@@ -33,7 +33,7 @@ from kvatlas.planning import Plan, plan
 from kvatlas.pool import BlockStored, EventPublisher
 from kvatlas.tier import FolderStore, HostStore, StoreTier, prefix_keys
 from kvatlas.tier import format as tier_format
-from kvatlas.tier.index import TierBlock
+from kvatlas.tier.blocks import TierBlock
 from kvatlas.tier.request_blocks import Cover
 from kvatlas.tier.served import messages as served
 from kvatlas.wire import encoding, protocol

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import msgspec
 import pytest
@@ -53,7 +54,7 @@ CHIPS = {"H100": "sm90", "H200": "sm90", "L40S": None, "A100-80GB": "sm80", "B20
         pytest.param("Qwen3-235B-A22B", "8xH100", "32K", marks=pytest.mark.slow),
         ("Qwen3-Next-80B-A3B", "4xH100", "32K"),
         pytest.param("Kimi-Linear-48B-A3B", "4xH200", "16K", marks=pytest.mark.slow),
-        ("Llama-3.1-70B", "2x4xH100", "32K"),
+        pytest.param("Llama-3.1-70B", "2x4xH100", "32K", marks=pytest.mark.slow),
     ],
 )
 def test_no_plan_of_the_same_gpus_serves_more_users(name: str, machine: str, max_len: str) -> None:
@@ -91,6 +92,29 @@ def test_what_is_given_restricts_the_search() -> None:
         assert found.topology.gpus == 8
         assert found.users() <= free.users()
         assert found.users() >= fitting.given(gpus, GivenSizes(**sizes)).users()
+
+
+@pytest.mark.parametrize("machine", ["H100", "8xH100", "12xH100", "7xH100", "2x6xH100", "4x2xH100"])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"tp": 2}, {"pp": 2}, {"dp": 3}, {"tp": 2, "dp": 2}, {"tp": 3, "pp": 2, "dp": 2}]
+)
+def test_every_factorisation_of_the_gpus_is_tried_once(machine: str, sizes: dict[str, int]) -> None:
+    gpus = find_gpus(machine)
+    number = math.prod(sizes.values()) if gpus.number == 1 else gpus.number
+    expected = {
+        (tp, pp, number // (tp * pp))
+        for tp, pp in itertools.product(range(1, number + 1), repeat=2)
+        if number % (tp * pp) == 0 and ("tp" in sizes or gpus.hosts == 1 or gpus.per_host % tp == 0)
+    }
+    given = [sizes.get(name) for name in ("tp", "pp", "dp")]
+    expected = {
+        found
+        for found in expected
+        if all(wanted in (None, size) for wanted, size in zip(given, found, strict=True))
+    }
+    listed = [(one.tp, one.pp, one.dp) for one in GivenSizes(**sizes).topologies(gpus)]
+    assert set(listed) == expected
+    assert len(listed) == len(expected)
 
 
 def test_the_runner_up_is_second_and_has_a_reason() -> None:

@@ -14,6 +14,7 @@ import typer
 from rich.text import Text
 
 from kvatlas.cli.app import Json, answer, app, command
+from kvatlas.cli.budget import budget
 from kvatlas.cli.catalogue_commands import hybrids, layouts, models
 from kvatlas.cli.compare import AXES, axes_of, compared_plans, compared_title
 from kvatlas.cli.explain_compare import plan_differences
@@ -168,7 +169,10 @@ def fit(
         float, typer.Option(help="Share of the GPU memory that the engine may use.")
     ] = 0.9,
     overhead: Annotated[
-        str, typer.Option(help="GPU memory that is neither weights nor cache.")
+        str,
+        typer.Option(
+            help="GPU memory that is neither weights nor cache; auto: as in `kvatlas budget`."
+        ),
     ] = "3GiB",
     weights_dtype: Annotated[
         str | None, typer.Option(help="Format of the weights: fp8, nvfp4, ...")
@@ -191,6 +195,12 @@ def fit(
         report(refusal)
     if failed:
         raise typer.Exit(REFUSED)
+
+
+command(
+    "budget Llama-3.1-70B --gpu 4xH100 --max-len 32K",
+    "budget gpt-oss-120b --gpu H200 --max-num-seqs 256 --json",
+)(budget)
 
 
 def _save(path: Path, content: bytes) -> None:
@@ -231,7 +241,7 @@ def explain(
     facts = {**planned.facts(), "explain": [line.strip() for line in lines]}
     headed = {**facts, "answer": planned.answer()}
     # The headline already contains the content of the first two sentences.
-    about = notes(planned.fit.warnings[: len(planned.fit.weights_warnings)]) if planned.fit else []
+    about = notes(planned.fit.machine_warnings) if planned.fit else []
     answer(as_json, facts, headline(headed), *planned.machine(), sentences(lines[2:]), *about)
 
 
@@ -298,12 +308,14 @@ def map(  # noqa: A001 - the command's name
     drawn = draw(options, source, target, tokens=tokens, knobs=not (svg or text))
     if (svg or text) and output is None and not opened:
         typer.echo(drawn.svg() if svg else drawn.text(), nl=False)
+        for warning in drawn.warnings:
+            typer.echo(f"Note: {plain(warning)}", err=True)
         return
     form = "svg" if svg else "txt" if text else "html"
     path = output or Path(f"map.{form}")
     replaced = path.exists()
     path = drawn.save(path, form=form)
-    show(written(path, replaced=replaced))
+    show(written(path, replaced=replaced), *notes(drawn.warnings))
     if opened:
         typer.launch(path.absolute().as_uri())
 

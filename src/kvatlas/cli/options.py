@@ -96,7 +96,10 @@ _UTILIZATION = (
     "With --gpu: share of the GPU memory that the engine may use. [dim]By default 0.9.[/]"
 )
 _WEIGHTS = "With --gpu: format of the weights: fp8, nvfp4, ... [dim]By default the checkpoint's.[/]"
-_OVERHEAD = "With --gpu: memory that is neither weights nor cache. [dim]By default 3GiB.[/]"
+_OVERHEAD = (
+    "With --gpu: memory that is neither weights nor cache; auto: as in `kvatlas budget`. "
+    "[dim]By default 3GiB.[/]"
+)
 _TP = "Tensor-parallel ranks. [dim]By default 1; with --gpu, GPUs / (pp x dp).[/]"
 _DP = (
     "Data-parallel replicas, each with its own cache. "

@@ -21,9 +21,10 @@ from msgspec.structs import replace
 from kvatlas.errors import AtlasError
 from kvatlas.geometry.byte_sizes import size
 from kvatlas.geometry.integers import positive
-from kvatlas.models import OVERHEAD, Gpu, Gpus, Model, Weights, find_gpus, memory_for_cache
+from kvatlas.models import OVERHEAD, Gpu, Gpus, Model, find_gpus, memory_for_cache
 from kvatlas.planning.engine_rules import chip_of
 from kvatlas.planning.given_sizes import GivenSizes, Topology, check_experts, sizes_of
+from kvatlas.planning.memory_budget import Budget, EngineLoad, gpu_budget
 from kvatlas.planning.plan_data import DECODING
 from kvatlas.planning.planner import plan
 from kvatlas.planning.plans import Plan
@@ -74,6 +75,8 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Whether `weights` is an estimate, as in `Weights.estimate`."""
     weights_warnings: tuple[str, ...] = ()
     """Assumptions about the weights, as in `Weights.warnings`."""
+    chip: str | None = None
+    """The chip whose rules the plan has; None if no rules for the GPU are known."""
     overhead: int = OVERHEAD
     utilization: float = 0.9
     plan: Plan | None = None
@@ -142,10 +145,20 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return " and ".join(reasons) or "each replica leaves a part of a request unused"
 
     @property
+    def machine_warnings(self) -> tuple[str, ...]:
+        """The warnings about the weights and about the chip."""
+        notes = [f"weights: {warning}" for warning in self.weights_warnings]
+        if self.plan and self.chip is None and self.plan.policy.startswith("vllm"):
+            notes.append(
+                f"the rules of vLLM for {self.gpu} are not known: the plan has the rules that hold "
+                "on every CUDA chip, and the backends of Hopper. Pass chip= to select a chip."
+            )
+        return tuple(notes)
+
+    @property
     def warnings(self) -> tuple[str, ...]:
-        """The warnings about the weights, then the warnings of the plan."""
-        notes = (f"weights: {warning}" for warning in self.weights_warnings)
-        return (*notes, *(self.plan.warnings if self.plan else ()))
+        """The warnings about the weights and the chip, then those of the plan."""
+        return (*self.machine_warnings, *(self.plan.warnings if self.plan else ()))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fit as a JSON object."""
@@ -182,6 +195,8 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 class Fitting:
     """Fits one model on GPUs of one kind, in any topology.
 
+    `overhead` is the bytes per GPU for everything except weights and cache, or the engine's
+    settings, from which `gpu_budget` predicts them; `"auto"` is the engine's defaults.
     `weights_dtype` is the format of the weights, by default the checkpoint's. `options` are
     passed to `plan()` and must not include the memory or the topology.
     """
@@ -192,33 +207,44 @@ class Fitting:
         gpu: Gpu,
         *,
         utilization: float = 0.9,
-        overhead: int | str = OVERHEAD,
+        overhead: int | str | EngineLoad = OVERHEAD,
         weights_dtype: str | None = None,
         **options: Any,
     ) -> None:
+        from kvatlas.models import Weights  # slow to import, and plans do not need it
+
         self.weights = Weights.load(model, dtype=weights_dtype)
         kv_dtype = options.pop("kv_dtype", None)
         self.model = Model.load(model)
         if kv_dtype is not None:
             self.model = self.model.with_cache(kv_dtype)
         self.gpu, self.utilization, self.options = gpu, utilization, options
-        self.overhead = quantity(overhead, "the overhead")
+        self.load: EngineLoad | None = None
+        if overhead == "auto":
+            overhead = EngineLoad.default(gpu)
+        if isinstance(overhead, EngineLoad):
+            self.load, self.overhead = overhead, 0
+        else:
+            self.overhead = quantity(overhead, "the overhead")
         if options.get("chip") is None:
             options["chip"] = chip_of(gpu.name)
 
     def on(self, topology: Topology) -> Fit:
         """Return the fit in one topology, with the error as `refusal` if the model does not fit."""
-        held = 0
+        held, overhead = 0, self.overhead
         try:
             check_experts(topology)
             check_topology(self.model, topology.tp, topology.pp, topology.dcp)
             stages = stage_layers(self.model.depth, topology.pp)
             held = self.weights.per_rank(tp=topology.tp, ep=topology.ep, stage_layers=stages)
+            if self.load is not None:
+                budget = self.budget(topology)
+                overhead = budget.usable - budget.kv - held
             memory = memory_for_cache(
                 self.gpu,
                 held,
                 utilization=self.utilization,
-                overhead=self.overhead,
+                overhead=overhead,
                 weights_source=self._weights_origin,
             )
             made = plan(
@@ -230,8 +256,14 @@ class Fitting:
                 **self.options,
             )
         except AtlasError as refusal:
-            return self._fit(topology, held, refusal=refusal)
-        return self._fit(topology, held, made=made)
+            return self._fit(topology, held, overhead, refusal=refusal)
+        return self._fit(topology, held, overhead, made=made)
+
+    def budget(self, topology: Topology) -> Budget:
+        """Return the memory budget of a GPU in one topology."""
+        return gpu_budget(
+            self.weights, self.gpu, topology, load=self.load, utilization=self.utilization
+        )
 
     def given(self, gpus: Gpus, sizes: GivenSizes = ANY) -> Fit:
         """Return the fit in the topology that `sizes.default` derives from the given sizes.
@@ -335,6 +367,7 @@ class Fitting:
         self,
         topology: Topology,
         weights: int,
+        overhead: int,
         *,
         made: Plan | None = None,
         refusal: AtlasError | None = None,
@@ -348,7 +381,8 @@ class Fitting:
             weights_source=self.weights.source,
             weights_estimate=self.weights.estimate,
             weights_warnings=self.weights.warnings,
-            overhead=self.overhead,
+            chip=self.options["chip"],
+            overhead=overhead,
             utilization=self.utilization,
             plan=made,
             refusal=refusal,
@@ -383,8 +417,9 @@ def fit(model: Any, gpus: str, **options: Any) -> Fit:
 
     `model` is anything that `Weights.load` takes; a `Model` is not enough, because it has no
     weights. Other options are `utilization`, the fraction of GPU memory to use (0.9 by default),
-    `overhead`, the bytes per GPU for everything except weights and cache, `weights_dtype`, the
-    format of the weights (default: the checkpoint's), and the options of `plan()`.
+    `overhead`, the bytes per GPU for everything except weights and cache (or `"auto"`, what
+    `gpu_budget` predicts), `weights_dtype`, the format of the weights if it is not that of the
+    checkpoint, and the options of `plan()`.
 
     >>> found = fit("Llama-3.1-8B", "2xH100", max_len="32K")
     >>> print(found.topology, found.users())
