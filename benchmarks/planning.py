@@ -31,19 +31,16 @@ MEMORY = 4 * 2**40
 
 
 def ours() -> None:
-    """Each model planned from cold, in CPU time: other processes do not count."""
+    """Each model planned three times from cold: the least CPU time of the three."""
     rows = []
     for policy in ("vllm", "atlas"):
         taken = {}
         for name in catalogue():
             model = Model.load(name)
-            page_of.cache_clear()
-            start = time.process_time()
             try:
-                plan(model, memory=MEMORY, policy=policy)
+                taken[name] = min(_planned(model, policy) for _ in range(3))
             except AtlasError:
                 continue
-            taken[name] = (time.process_time() - start) * 1e3
         worst = max(taken, key=lambda name: taken[name])
         rows.append(
             [
@@ -70,6 +67,13 @@ def ours() -> None:
         ["policy", "models", "median ms", "worst ms", "worst model"],
         rows,
     )
+
+
+def _planned(model: Model, policy: str) -> float:
+    page_of.cache_clear()
+    start = time.process_time()
+    plan(model, memory=MEMORY, policy=policy)
+    return (time.process_time() - start) * 1e3
 
 
 def _timed(name: str) -> float:

@@ -22,7 +22,7 @@ pytest.importorskip("typer")
 
 from kvatlas.models import catalogue
 from kvatlas.planning import plan
-from tests.cli.helpers import said, shown
+from tests.cli.helpers import kvatlas, said, shown
 
 MEMORY = 60 << 30
 BF16, FP32 = 2, 4
@@ -146,6 +146,13 @@ def test_the_command_lists_models_without_a_plan() -> None:
     assert len(answer["rows"]) + len(answer["left_out"]) == len(catalogue())
     text = " ".join(shown("releases", "0.32", "0.33", "--tp", "3").split())
     assert f"{len(answer['left_out'])} models have no plan with tp 3" in text
+
+
+@pytest.mark.parametrize(("option", "value"), [("--tp", "0"), ("--memory", "much")])
+def test_the_command_refuses_bad_options(option: str, value: str) -> None:
+    result = kvatlas("releases", "0.32", "0.33", option, value)
+    assert result.exit_code == 2
+    assert value in result.stderr
 
 
 def test_the_command_prints_these_figures() -> None:

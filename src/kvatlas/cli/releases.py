@@ -12,9 +12,11 @@ from kvatlas.cli.hybrids_page import patiently
 from kvatlas.cli.options import DEFAULT_MEMORY, completer
 from kvatlas.cli.tables import indented, labelled_notes, requests, table
 from kvatlas.errors import AtlasError
+from kvatlas.geometry.integers import positive
 from kvatlas.models import Model, catalogue
 from kvatlas.planning import plan
 from kvatlas.planning.engine_rules import CHIPS, RELEASES, checked_chip, split_policy
+from kvatlas.planning.request import quantity
 
 LENGTHS = (4096, 32768)
 
@@ -39,6 +41,8 @@ def releases(
     for release in (older, newer):
         split_policy(f"vllm@{release}")
     checked_chip(chip)
+    positive(tp, "tp")
+    quantity(memory, "the memory")
     names = list(catalogue())
     rows = [
         row

@@ -140,7 +140,7 @@ class LatentAttention(_ReplicatedRows, frozen=True, kw_only=True, tag="latent_at
             raise bad_spec(
                 f"Cache dtype {self.cache} needs rotary elements",
                 "rope=0",
-                "Use another cache dtype, such as cache='fp8'",
+                "Use cache='auto'; in models with an indexer, fp8 also selects this format",
             )
         scaled = self.latent + (self.rope if form.rope_scaled else 0)
         if scaled % form.block:
