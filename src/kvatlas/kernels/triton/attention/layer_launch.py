@@ -310,7 +310,7 @@ def on_hopper(
         and (shape.k.dim, shape.v.dim) == (512, 64)
         and shape.v.element == (shape.k_dot if records else shape.k.element)
         and shape.k.element in (shape.k_dot, tl.float8e4nv)
-        and not records
+        and (not records or shape.k_dot == tl.bfloat16)
         and all(f.unit * f.element.primitive_bitwidth >= 128 for f in (shape.k, shape.v))
         and launch.tiling.tile == 64
     )
