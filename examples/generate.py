@@ -1,4 +1,4 @@
-"""A tiny hybrid model generates on planned pages, with the tokens of transformers' own cache."""
+"""Generate with a tiny hybrid model on planned pages; compare with transformers' own cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ORDERS = (("LBNHC", 4), ("BLHNC", 2), ("BHLNC", 4))
 
 
 def tiny_model() -> Qwen3NextForCausalLM:
-    """Two layers of gated delta net and four of attention, with random weights."""
+    """Return a random model with two gated delta net layers and four attention layers."""
     config = Qwen3NextConfig(
         vocab_size=97,
         hidden_size=32,

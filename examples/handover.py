@@ -1,8 +1,8 @@
-"""The main job, end to end: plan, prefill here, ship the cache, decode elsewhere.
+"""Prefill a prompt in one process, move its cache, and decode in another process.
 
-A tiny hybrid model with random weights runs its prompt in one process, with one plan, and
-goes on in another process with another: other tensor-parallel ranks, order, block size and
-pack. The tokens must be those of an undisturbed run.
+A tiny hybrid model with random weights runs its prompt in one process and decodes in another one.
+The two plans differ in tensor-parallel ranks, layout, block size and pack. The tokens must equal
+the tokens of a run in one process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def plan_for(options: dict[str, object]) -> Plan:
 
 
 def transport_here() -> str:
-    """NIXL, or shared memory where NIXL cannot be had."""
+    """Return NIXL, or shared memory if NIXL is not installed."""
     try:
         make_transport("nixl").close()
     except AtlasError as missing:
@@ -55,7 +55,7 @@ def transport_here() -> str:
 
 
 def prefill(transport: str) -> None:
-    """The first process: run the prompt, put its cache on the wire, serve until stdin ends."""
+    """Run the first process: prefill the prompt, offer its cache, serve until stdin ends."""
     model = tiny_model()
     model.set_attn_implementation("kvatlas")
     cache = AtlasCache.from_config(model.config, batch=1, max_len=LONGEST)
@@ -74,7 +74,7 @@ def prefill(transport: str) -> None:
 
 
 def decode(transport: str, said: dict[str, object]) -> list[int]:
-    """The second process: fetch the cache into a plan of its own, and go on."""
+    """Run the second process: fetch the cache into another plan, and decode."""
     model = tiny_model()
     model.set_attn_implementation("kvatlas")
     table = Table(title=f"Request 17 on its way over {transport}", title_justify="left")

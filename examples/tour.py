@@ -1,4 +1,4 @@
-"""What kvatlas does today, in one screen: run it with `make demo`."""
+"""Show pages, slices of memory, errors and plans on one screen. `make tour` runs this file."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Two vLLM engines of unlike topology, one prompt: prefilled by one, decoded by the other.
+"""Prefill prompts in one vLLM engine and decode them in another one of a different topology.
 
-Starts vLLM's server twice on this machine with a tiny model of random weights: a prefill engine
-of two ranks with blocks of 64 tokens, and a decode engine of one rank with blocks of 128.
-Prompts go by HTTP as a proxy sends them: first to the prefill engine for one token, then,
-with the `kv_transfer_params` of its answer, to the decode engine. Beside each, the decode engine
-answers the same prompt by itself, and both must say the same.
+The script starts vLLM's server twice on this machine with a tiny model of random weights: a prefill
+engine of two ranks with blocks of 64 tokens, and a decode engine of one rank with blocks of 128.
+It sends prompts as a proxy does: first to the prefill engine for one token, then, with the
+`kv_transfer_params` of the response, to the decode engine. The decode engine also completes each
+prompt alone, and the two completions must be equal.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _PULLED = re.compile(r"^vllm:kvatlas_(\w+?)(?:_total)?\{.*\} ([\d.e+]+)$", re.MU
 
 
 class DemoError(Exception):
-    """Why the demo cannot go on, in one sentence."""
+    """The reason why the demo stopped, in one sentence."""
 
 
 def main() -> int:
-    """Start both engines, ask them, and show what came of it. Return the exit status."""
+    """Start both engines, send prompts, and print the results. Return the exit status."""
     console = Console(soft_wrap=True)
     try:
         return show(console)
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def show(console: Console) -> int:
-    """Run the demo. Return 0 if both engines always said the same."""
+    """Run the demo. Return 0 if all completions were equal, otherwise 1."""
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "tiny-llama")
         console.print(
@@ -89,14 +89,14 @@ def show(console: Console) -> int:
 
 
 class Served:
-    """One vLLM server, and how to ask it."""
+    """A client of one running vLLM server."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         self.name, self._process, self._log = name, process, log
         self._url = f"http://127.0.0.1:{port}"
 
     def wait(self) -> None:
-        """Until it answers."""
+        """Wait until the server responds."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
@@ -114,7 +114,7 @@ class Served:
         raise DemoError(f"the {self.name} engine {ended} while it started: {self._last_error()}")
 
     def _last_error(self) -> str:
-        """The last error in the engine's log, or its last line."""
+        """Return the last error in the engine's log, or the last line if there is no error."""
         said = self._log.read_text(errors="replace").strip()
         errors = _ERROR.findall(said)
         return (errors or said.splitlines() or ["its log is empty"])[-1]
@@ -123,7 +123,7 @@ class Served:
         return urllib.request.urlopen(f"{self._url}{path}", timeout=30)  # noqa: S310
 
     def complete(self, prompt: str, tokens: int, params: Any = None) -> dict[str, Any]:
-        """The answer to a prompt, greedily."""
+        """Return the response to a prompt, with greedy sampling."""
         body: dict[str, Any] = {
             "model": "tiny-llama",
             "prompt": prompt,
@@ -155,7 +155,7 @@ class Served:
         )
 
     def counters(self) -> dict[str, float]:
-        """What its connector has counted."""
+        """Return the counters of the engine's connector."""
         with self._get("/metrics") as answer:
             text = answer.read().decode()
         return {name: float(value) for name, value in _PULLED.findall(text)}
@@ -163,7 +163,7 @@ class Served:
 
 @contextmanager
 def served(model: Path, name: str) -> Iterator[Served]:
-    """An engine in processes of its own, ended with the block."""
+    """Run an engine in separate processes until the `with` block ends."""
     port = free_port()
     log = model.parent / f"{name}.log"
     command = [
@@ -195,15 +195,15 @@ def served(model: Path, name: str) -> Iterator[Served]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a free port."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port: int = one.getsockname()[1]
     return port
 
 
-def make_model(folder: Path, *, seed: int = 7) -> Path:
-    """A tiny Llama with random weights, whose words are w0 to w511."""
+def make_model(folder: Path | str, *, seed: int = 7) -> Path:
+    """Save a tiny Llama with random weights, whose vocabulary is w0 to w511."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -220,11 +220,11 @@ def make_model(folder: Path, *, seed: int = 7) -> Path:
     words = Tokenizer(WordLevel({f"w{n}": n for n in range(512)}, unk_token="w0"))  # noqa: S106
     words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)  # noqa: S106
-    return folder
+    return Path(folder)
 
 
 def ask(prefill: Served, decode: Served, length: int) -> list[str]:
-    """One prompt through both engines, and through one alone: a row of the table."""
+    """Complete a prompt with both engines, and with one alone. Return a row of the table."""
     chosen = random.Random(length)  # noqa: S311
     prompt = " ".join(f"w{chosen.randrange(1, 512)}" for _ in range(length))
     alone = decode.complete(prompt, TOKENS)

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Both hosts on this machine: a tiny model, two engines of unlike blocks and a proxy, by serve.sh.
+# Run both hosts on this machine: a tiny model, two engines with different blocks, and a proxy.
 #
-# Run from the repository's root, with vLLM's environment active. It asks the proxy and the decode
-# engine alone for the same prompt, and ends with 0 where both say the same.
+# Run this from the repository's root, with vLLM's environment active. It sends one prompt to the
+# proxy and to the decode engine alone, and exits with 0 if the two completions are equal.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 folder=$(mktemp -d)
 started=()
 
-# Every part is a process group of its own, so that an engine's workers end with it.
+# Every part is a separate process group, so that an engine's workers end with it.
 finish() {
     local outcome=$?
     if ((outcome)); then
@@ -23,13 +23,13 @@ finish() {
 }
 trap finish EXIT
 
-# A core for each engine: threads that wait for work by spinning would hold up the other.
+# One core for each engine: a thread that spins while it waits would slow the other engine down.
 begin() {
     VLLM_CPU_OMP_THREADS_BIND=$2 setsid "$here/serve.sh" "$1" >"$folder/$1.log" 2>&1 &
     started+=("$!")
 }
 
-# Wait until the part that was begun as the n-th answers on its port.
+# Wait until the n-th part answers on its port.
 await() {
     for ((second = 0; second < 400; second++)); do
         kill -0 "${started[$3]}" 2>/dev/null || break
@@ -80,8 +80,8 @@ TRANSPORT_OPTIONS='{}'
 PREFILL_FLAGS="--dtype float32 --max-model-len 1024 --enforce-eager --no-enable-prefix-caching --block-size 64"
 DECODE_FLAGS="--dtype float32 --max-model-len 1024 --enforce-eager --no-enable-prefix-caching --block-size 128"
 ENV
-# The command vllm of the package vllm-cpu does not start, since it looks for a package vllm: this
-# is what it would run.
+# The command vllm of the package vllm-cpu 0.32 fails, because it looks for a package named vllm.
+# This wrapper starts the same server.
 cat >"$folder/vllm" <<'WRAPPER'
 #!/usr/bin/env bash
 exec "${PYTHON:-python3}" -m vllm.entrypoints.openai.api_server --model "${@:2}"
@@ -123,4 +123,4 @@ count = float(pulled[1]) if pulled else 0.0
 print(f"decode alone:  {alone}\nboth engines:  {both}\nrequests read: {count:.0f}")
 sys.exit(0 if alone == both and count >= 1 else 1)
 PYTHON
-echo "Both say the same."
+echo "The completions are equal."

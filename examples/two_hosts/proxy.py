@@ -1,8 +1,9 @@
-"""A proxy in front of prefill and decode engines: what clients speak to.
+"""A proxy in front of prefill and decode engines.
 
-A prompt goes to a prefill engine for one token first, and then, with the `kv_transfer_params`
-of its answer, to a decode engine, whose answer is passed on as it comes. Where no prefill engine
-answers, the decode engine computes the prompt. Only Python's own library is needed.
+The proxy first sends a prompt to a prefill engine for one token. It then sends the prompt with the
+`kv_transfer_params` of the response to a decode engine, and forwards the response as it arrives. If
+no prefill engine responds, the decode engine computes the prompt. The proxy needs only Python's
+standard library.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 _LARGEST = 64 << 20
-"""Bytes of a request's body."""
+"""The maximum size of a request's body, in bytes."""
 _SECONDS = 600.0
 _CONNECT_SECONDS = 5.0
 _SILENT_HOST = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 """A connection ends if the engine's host does not answer for 11 seconds."""
 _COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 _OF_THE_ANSWER = ("stream", "stream_options", "min_tokens", "max_completion_tokens")
-"""What is not asked of a prefill engine."""
+"""Keys of a request that a prefill engine does not receive."""
 
 
 class _Connection(http.client.HTTPConnection):
-    """A connection to an engine, which may compute for long, but whose host must be there."""
+    """A connection to an engine, which may compute for long, but whose host must respond."""
 
     def connect(self) -> None:
         """Connect quickly or fail, and notice a host that vanishes during a request."""
@@ -53,13 +54,13 @@ _open = urllib.request.build_opener(_Handler).open
 
 
 class Engines:
-    """Prefill and decode engines, each asked in turn."""
+    """Prefill and decode engines, which receive requests in turn."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
         self._prefill, self._decode = itertools.cycle(prefill), itertools.cycle(decode)
 
     def prefill(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
-        """The parameters with which a decode engine finds a prompt; None where it computes it."""
+        """Return the parameters with which a decode engine reads a prompt; None to compute it."""
         if not _one_prompt(body):
             return None
         asked = {key: value for key, value in body.items() if key not in _OF_THE_ANSWER}
@@ -72,11 +73,11 @@ class Engines:
             return None
 
     def decode(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
-        """A decode engine's answer, as it comes."""
+        """Return a decode engine's response while it arrives."""
         return self._post(next(self._decode) + path, body, headers)
 
     def get(self, path: str) -> Any:
-        """What a decode engine says of itself."""
+        """Return a decode engine's response to a GET request."""
         return _open(next(self._decode) + path)
 
     def _post(self, url: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
@@ -86,27 +87,27 @@ class Engines:
 
 
 def _one_prompt(body: dict[str, Any]) -> bool:
-    """Whether a body is one request: a hand-over is read once, by one."""
+    """Return whether a body is one request, because a prefill is read by one request only."""
     prompt = body.get("prompt")
     several = isinstance(prompt, list) and any(not isinstance(part, int) for part in prompt)
     return not several and body.get("n", 1) == 1 and not body.get("use_beam_search")
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One client's connection."""
+    """The connection of one client."""
 
     engines: Engines
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        """Pass a question on to a decode engine."""
+        """Forward a GET request to a decode engine."""
         self._answer(lambda: self.engines.get(self.path))
 
     def do_POST(self) -> None:
-        """Have a prompt prefilled by one engine and decoded by another."""
+        """Prefill a prompt in one engine and decode it in another one."""
         length = int(self.headers.get("Content-Length") or 0)
         if not 0 < length <= _LARGEST:
-            self._refuse(413, "a body of 1 byte to 64 MiB is wanted")
+            self._refuse(413, "the body must have 1 byte to 64 MiB")
             return
         try:
             body = json.loads(self.rfile.read(length))
@@ -153,17 +154,17 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(said)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Engines log requests; the proxy need not."""
+        """Log nothing, because engines log requests."""
 
 
 def _pieces(answer: Any) -> Iterator[bytes]:
-    """An answer as it comes."""
+    """Yield the parts of a response as they arrive."""
     while piece := answer.read1(1 << 16):
         yield piece
 
 
 def serve(address: tuple[str, int], engines: Engines) -> ThreadingHTTPServer:
-    """A proxy at an address, to be run with `serve_forever`."""
+    """Return a proxy that listens on an address; run it with `serve_forever`."""
     handler = type("BoundHandler", (Handler,), {"engines": engines})
     server = ThreadingHTTPServer(address, handler)
     server.daemon_threads = True

@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,32 @@ def test_latent_attention_on_a_cpu_is_found() -> None:
     assert "MLA" not in verdicts(gpu, gpu)
     plain = EngineArguments.of_command("VLLM_CPU_KVCACHE_SPACE=4 vllm serve Llama-3.1-8B")
     assert "MLA" not in verdicts(plain, plain)
+
+
+def test_an_engine_on_a_cpu_uses_the_attention_backend_of_a_cpu() -> None:
+    command = "VLLM_CPU_KVCACHE_SPACE=4 vllm serve Llama-3.1-8B"
+    plain, cpu = (EngineArguments.of_command(f"{command}{one}") for one in ("", " --dtype float32"))
+    assert verdicts(plain, plain)["backend"] == "no"  # bf16, as in the checkpoint
+    assert "backend" not in verdicts(cpu, cpu)
+    rows = {found.what: found.prefill for found in diagnose(cpu, cpu).findings}
+    assert (rows["backend"], rows["layout"], rows["block"]) == ("CPU_ATTN", "LBHNC", "128 tokens")
+
+
+def test_an_installed_vllm_for_cpus_starts_no_engine_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def installed(package: str) -> str:
+        if package == "vllm-cpu":
+            return "0.32.0"
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr("kvatlas.engines.vllm.doctor.version", installed)
+    gpu = EngineArguments.of_command("vllm serve Llama-3.1-8B")
+    cpu = EngineArguments.of_command(
+        "VLLM_CPU_KVCACHE_SPACE=4 vllm serve Llama-3.1-8B --dtype float32"
+    )
+    assert verdicts(gpu, gpu)["installed vLLM"] == "look"
+    assert "installed vLLM" not in verdicts(cpu, cpu)
 
 
 def test_engines_from_files(tmp_path: Path) -> None:

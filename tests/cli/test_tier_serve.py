@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from kvatlas.planning import plan
-from kvatlas.tier import Tier, TierClient, socket_beside
+from kvatlas.tier import Tier, TierClient
+from kvatlas.tier.file_owner import socket_beside
 
 ROOT = Path(__file__).parents[2]
 

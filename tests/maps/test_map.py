@@ -19,11 +19,14 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ENGINE_LAYOUTS
 from kvatlas.maps.address_lookup import look_up
 from kvatlas.maps.block_picture import sampled_groups
-from kvatlas.maps.plan_drawing import draw_plan
+from kvatlas.maps.plan_drawing import Box, draw_plan
 from kvatlas.maps.route_drawing import MOST_RUNS
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import check, route
 from tests.page.large_plan import large_plan
+from tests.planning.models import SMALL
+from tests.planning.test_engine_memory import ROWS, made_of
+from tests.routing.fields_apart import apart
 
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3-8B", {"tp": 2}),
@@ -60,7 +63,7 @@ def test_rows_and_what_is_unused_are_all_bytes_of_a_block() -> None:
             nbytes = sum(box.item for box in left)
             for region in drawn.regions:
                 if (region.stage, region.group) == (stage, group):
-                    rows = drawn.pages[region.page].block_rows
+                    (rows,) = drawn.pages[region.page].block_rows
                     nbytes += rows.item * math.prod(n for axis, n, _ in rows.axes if axis != "B")
             pool = made.pools_by_stage[stage, made.groups[group].pool]
             assert nbytes == pool.block_bytes, (made, key)
@@ -76,9 +79,73 @@ def test_rows_of_a_page_are_all_bytes_of_the_page() -> None:
             assert rows == region.page_bytes, (made, region.group)
 
 
+@cache
+def plans_of_fields() -> list[Plan]:
+    """Memory of other engines, and of none, whose fields are stored apart."""
+    engines = [made_of(row).described() for row in ROWS]
+    drawn = [
+        apart(plan(SMALL[name], memory="1MiB", max_len=64), seed)
+        for name in ("dense", "sliding", "latent", "delta hybrid", "mamba hybrid")
+        for seed in range(4)
+    ]
+    found = [made for made in engines + drawn if any(region.apart for region in made.regions)]
+    assert len(found) > 45
+    return found
+
+
+def every_byte(box: Box, **at: int) -> np.ndarray:
+    """The addresses of all bytes of a box at some coordinates."""
+    found = np.arange(box.item)
+    for axis, size, stride in box.axes:
+        steps = np.array([at[axis]]) if axis in at else np.arange(size)
+        found = np.add.outer(steps * stride, found).ravel()
+    return found + box.offset
+
+
+def test_rows_of_fields_are_their_bytes_in_each_block_and_page() -> None:
+    """Each byte of a field is in one row, and rows have no other bytes."""
+    for made in plans_of_fields():
+        drawn = draw_plan(made, {})
+        for region, own in zip(made.regions, drawn.regions, strict=True):
+            page, names = drawn.pages[own.page], [layer.name for layer in region.layers]
+            if not region.apart:
+                continue
+            fields = [field.name for field in page.fields]
+            for block in (0, made.pool_of(names[0]).blocks - 1):
+                for rows, at in ((page.block_rows, {}), (page.page_rows, {"L": len(names) - 1})):
+                    shown = names[at.get("L", 0) :]
+                    views = [made.view(name, field) for name in shown for field in fields]
+                    runs = [view.select("B", block).runs() for view in views]
+                    held = [
+                        np.arange(start, start + nbytes)
+                        for own_runs in runs
+                        for start, nbytes in zip(*own_runs, strict=True)
+                    ]
+                    painted = [every_byte(box, B=block, **at) for box in rows]
+                    assert np.array_equal(
+                        np.sort(np.concatenate(painted)), np.sort(np.concatenate(held))
+                    ), (made, names)
+
+
+def test_pictures_show_every_field_that_is_stored_apart() -> None:
+    for made in plans_of_fields():
+        shown = kvatlas.map(made)
+        ET.fromstring(shown.svg())  # noqa: S314
+        for group in sampled_groups(draw_plan(made, {}), made.layers, 400, piece_columns=1):
+            pages = {id(row.page): row.page for row in group.rows if row.page}
+            fields = {field.name for page in pages.values() for field in page.fields}
+            seen = {
+                row.page.fields[number].name
+                for row in group.rows
+                if row.page
+                for number in set(row.field.tolist()) - {-1}
+            }
+            assert seen == fields, made
+
+
 def test_an_address_is_looked_up_to_the_coordinates_that_are_placed_there() -> None:
     random = np.random.default_rng(0)
-    for made in plans():
+    for made in [*plans(), *plans_of_fields()]:
         drawn = draw_plan(made, {})
         for region in drawn.regions[:6]:
             page = drawn.pages[region.page]

@@ -19,6 +19,7 @@ from kvatlas.geometry.address_arrays import join_ranges
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import route
 from tests.page.browser import Browser
+from tests.planning.test_foreign_fields import LAYOUTS, Arena, described
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("Qwen3-8B", {"memory": "48MiB", "tp": 2}),
@@ -208,6 +209,41 @@ def test_what_a_hover_says_is_found_in_memory(browser: Browser, tmp_path: Path, 
             kinds.add(check_point(caches, said, rank, group))
     assert kinds - {"padding"}
     assert browser.complaints() == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_hovers_find_fields_that_are_stored_apart(
+    browser: Browser, tmp_path: Path, layout: str
+) -> None:
+    """The bytes of other engines' fields are where their tensors have them."""
+    model, make = LAYOUTS[layout]
+    made = described(model, make(Arena()))
+    show(browser, tmp_path, made)
+    dice, fields = random.Random(layout), set()  # noqa: S311
+    for _ in range(POINTS // 3):
+        said = somewhere(browser, dice)
+        name = said["field"].split(",")[0]
+        view = made.view(said["layer"], name)
+        at = {axis: int(n) for axis, n in re.findall(r"(\w+) (\d+)", said["element"])}
+        at["B"] = number(said["block"])
+        if "head" in said:
+            at["H"] = number(said["head"])
+        if "N" in view.axes:
+            at["k"], at["N"] = divmod(number(said["token"]), view.size("N"))
+        start = int(view(**{axis: at[axis] for axis in view.axes}))
+        first, last = (int(text.replace(",", "")) for text in said["bytes"].split(TO))
+        assert (first, last) == (start, start + view.item - 1), said
+        assert first <= number(said["address"]) <= last
+        strides = {axis: number(n) for axis, n in re.findall(r"(\w+)\xa0([\d,]+)", said["stride"])}
+        found = {axis: view.stride(axis) for axis in strides if axis != "L"}
+        assert found == {axis: step for axis, step in strides.items() if axis != "L"}
+        fields.add(name)
+    assert fields >= {field for field in ("k", "v", "conv", "ssm") if field in view_names(made)}
+    assert browser.complaints() == []
+
+
+def view_names(made: Plan) -> set[str]:
+    return {field.name for field in made.page(made.layers[0]).fields if not field.padding}
 
 
 def expected_runs(made: Plan, group: int, chosen: dict[str, Any], names: list[str]) -> list[int]:

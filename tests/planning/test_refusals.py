@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code, Placement
-from kvatlas.models import Weights, find_gpu
+from kvatlas.models import Weights, find_gpus
 from kvatlas.planning import Fitting, foreign, plan
 from kvatlas.planning.request import length, quantity
 from kvatlas.planning.topology import stage_layers
 from tests.planning.models import model_of
+
+H100 = find_gpus("H100")
 
 GIB: dict[str, Any] = {"memory": "60GiB"}
 LLAMA = Weights.load("Llama-3.1-8B")
@@ -83,7 +85,7 @@ REFUSALS: list[tuple[Code, Callable[[], Any]]] = [
     (Code.NOT_AN_INTEGER, lambda: LLAMA.per_rank(tp=1.5)),  # type: ignore[arg-type]
     (Code.NOT_AN_INTEGER, lambda: LLAMA.per_rank(ep=math.nan)),  # type: ignore[arg-type]
     (Code.BAD_TOPOLOGY, lambda: LLAMA.per_rank(tp=0)),
-    (Code.BAD_SIZE, lambda: Fitting("Llama-3.1-8B", find_gpu("H100")).best(0)),
+    (Code.BAD_SIZE, lambda: Fitting("Llama-3.1-8B", H100.gpu).best(H100._replace(number=0))),
     (Code.BAD_TENSOR, lambda: foreign("Qwen3-8B", {LAYER: np.zeros(4)})),  # type: ignore[dict-item]
     (Code.BAD_TENSOR, lambda: foreign("Qwen3-8B", {LAYER: PAGES}, blocks=1 << 40)),
     (Code.BAD_SIZE, lambda: foreign("Qwen3-8B", {LAYER: PAGES}, max_len=0)),

@@ -278,8 +278,9 @@ class Oracle:
         held: list[tuple[list[tuple[int, Tokens]], tuple[int, Tokens]]] = []
         found = None
         while found is None and (small or main):
-            total = len(small) + len(main)
-            from_small = bool(small) and (len(small) > total / 10 or not main)
+            total = len(small) + len(main) + len(held)
+            many = len(small) + sum(queue is small for queue, _ in held) > total / 10
+            from_small = bool(small) and (many or not main)
             queue = small if from_small else main
             name = queue.pop(0)
             if name in pinned:

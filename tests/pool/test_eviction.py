@@ -87,7 +87,7 @@ def test_many_blocks_are_counted_as_few_are(monkeypatch: pytest.MonkeyPatch) -> 
 
     def state(ids: BlockIds) -> tuple[object, ...]:
         each = [(ids.owners(block), ids.is_kept(block)) for block in range(20)]
-        return each, ids.free, ids.kept, list(ids._free)
+        return each, ids.free, ids.kept, ids._stack[: ids._waiting].tolist()
 
     dice = Random(5)  # noqa: S311
     lost: tuple[list[int], list[int]] = ([], [])

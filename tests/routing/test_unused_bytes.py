@@ -237,7 +237,7 @@ def test_grids_and_pieces_copy_the_same_gaps(model: Model) -> None:
     assert bound.nbytes == stream.nbytes == stream.shape().nbytes
 
     def pairs(copies: Any) -> list[tuple[int, int]]:
-        found = []
+        found: list[tuple[int, int]] = []
         for copy in copies:
             source, destination, length = copy.runs()
             found += zip(

@@ -19,7 +19,6 @@ from kvatlas.tier import (
     Converting,
     FolderStore,
     HostStore,
-    OtherRows,
     PrefixFinder,
     StoreTier,
     Tier,
@@ -29,6 +28,7 @@ from kvatlas.tier import (
 )
 from kvatlas.tier.converting import TierRoutes
 from kvatlas.tier.store_calls import Deadline
+from kvatlas.tier.stored_rows import OtherRows
 from tests.profiles import DEEP
 from tests.tier.test_topologies import MODELS
 from tests.tier.world import GUARD, Pools, World, pools, small, tier_plan

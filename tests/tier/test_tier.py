@@ -15,7 +15,8 @@ from kvatlas.copying.gather_scatter import gather, scatter, stream_bytes
 from kvatlas.copying.memory import Memory
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy, scattered
-from kvatlas.tier import StoreResult, Tier
+from kvatlas.tier import Tier
+from kvatlas.tier.blocks import StoreResult
 from tests.planning.models import SMALL
 from tests.tier.world import World, digest, pools, small, tier_plan
 

@@ -17,7 +17,8 @@ from kvatlas.specs import (
     GatedDeltaNet,
     SlidingAttention,
 )
-from kvatlas.tier import StoreResult, Tier
+from kvatlas.tier import Tier
+from kvatlas.tier.blocks import StoreResult
 from tests.planning.models import LATENT, SMALL, model_of
 from tests.tier.world import World, every_block, pools, small, tier_plan
 

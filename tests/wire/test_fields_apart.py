@@ -8,7 +8,6 @@ import pytest
 
 from kvatlas import AtlasError, Code
 from kvatlas.cache import allocate
-from kvatlas.maps.plan_drawing import draw_plan
 from kvatlas.tier import Tier
 from kvatlas.tier.ingest import check_tier_plan
 from kvatlas.wire import Memory
@@ -61,7 +60,6 @@ def test_what_needs_one_allocation_or_whole_pages_refuses() -> None:
     made = described(DENSE, tensors)
     refused: list[tuple[Code, Callable[[], object]]] = [
         (Code.FIELDS_APART, lambda: allocate(made)),
-        (Code.FIELDS_APART, lambda: draw_plan(made, {})),
         (Code.FIELDS_APART, lambda: check_tier_plan(made)),
     ]
     segments = in_segments(made, *allocations(arena, tensors))

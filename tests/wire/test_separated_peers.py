@@ -13,7 +13,7 @@ import pytest
 
 from kvatlas import AtlasError, Code
 from kvatlas.copying.memory import STAGING, Memory
-from kvatlas.routing import Copy
+from kvatlas.routing import Copy, route
 from kvatlas.wire import Link, Session, make_transport
 from kvatlas.wire.transports.shm import ShmTransport
 from tests.wire.child import Rank, contents
@@ -169,6 +169,32 @@ def test_a_push_from_private_staging_arrives(peers: Peers) -> None:
         assert expected.ready.is_set()
         target.node.forget("r")
     until(target.idle)
+
+
+@pytest.mark.parametrize("wire", [*SEGMENTS, "tcp"])
+@pytest.mark.parametrize("shared", ["all", "staging"])
+def test_no_padding_leaves_private_pools(wire: str, shared: str) -> None:
+    """Padding may hold bytes of earlier requests. It is copied from shared pools alone."""
+    made = small("compressed", 200, memory="32MiB")
+    with ExitStack() as stack:
+        source = Rank(made, wire, 1, 200, options={"shared": shared}, name="source")
+        stack.callback(source.close)
+        reader = Rank(made, wire, 2, 200, name="reader")
+        stack.callback(reader.close)
+        for pool in source.pools.values():
+            pool[:] = 0x5A
+        for pool in reader.pools.values():
+            pool[:] = 0
+        session = stack.enter_context(Session(reader.node, [source.node.endpoint]))
+        source.offer("r")
+        session.pull("r", destination_blocks=reader.blocks, tokens=200).wait(20)
+        tables: Any = {"source_blocks": source.blocks, "destination_blocks": reader.blocks}
+        whole = route(made, made, padding=False).bind(
+            source_rank=0, destination_rank=0, tokens=200, **tables
+        )
+        arrived = sum(int(pool.astype(bool).sum()) for pool in reader.pools.values())
+    assert (arrived > whole.nbytes) is (shared == "all")
+    assert arrived >= whole.nbytes
 
 
 def test_a_segment_cannot_be_mapped_for_writing() -> None:

@@ -73,8 +73,8 @@ class LayerCache:
     def kernel_ids(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the ids of the kernel blocks that make up the blocks `ids`.
 
-        The last axis of the result is longer than that of `ids` if a block has several kernel
-        blocks.
+        If a block has several kernel blocks, the last axis of the result is longer than the last
+        axis of `ids`.
 
         >>> from kvatlas.planning import plan
         >>> large = {"block_size": 128, "backend": "FLASHINFER"}  # kernel blocks of 64 tokens

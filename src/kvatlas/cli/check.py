@@ -50,7 +50,7 @@ def two_plans(first: str, second: str | None, source: str | None, target: str | 
 def changes(text: str, where: str) -> dict[str, Any]:
     """Parse plan options of the form `name=value,name=value`.
 
-    `where` is the command line flag that contains them; error messages name it.
+    `where` is the command line flag that contains the options; error messages name the flag.
 
     >>> changes("tp=2,layout=LBHNC,max-len=4k", "'--from'")
     {'tp': 2, 'layout': 'LBHNC', 'max_len': '4k'}

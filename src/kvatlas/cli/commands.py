@@ -14,6 +14,7 @@ import typer
 from rich.text import Text
 
 from kvatlas.cli.app import Json, answer, app, command
+from kvatlas.cli.budget import budget
 from kvatlas.cli.catalogue_commands import hybrids, layouts, models
 from kvatlas.cli.compare import AXES, axes_of, compared_plans, compared_title
 from kvatlas.cli.explain_compare import plan_differences
@@ -138,11 +139,26 @@ def _compare(options: PlanOptions, texts: list[str], *, as_json: bool) -> None:
 )
 def fit(
     models: Annotated[list[str], MODELS],
+    *,
     gpu: Annotated[str, typer.Option(help="Number and type of the GPUs: 8xH100, H200.")],
     max_len: Annotated[
         str | None, typer.Option(help="Tokens of the longest request: 128K.")
     ] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help="Cache dtype: fp8, nvfp4, ...")] = None,
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(help="Cache dtype: fp8, nvfp4, ..., or several, to find the best: auto,fp8."),
+    ] = None,
+    tp: Annotated[
+        int | None, typer.Option(help="Only this number of tensor-parallel ranks.")
+    ] = None,
+    pp: Annotated[int | None, typer.Option(help="Only this number of pipeline stages.")] = None,
+    dp: Annotated[int | None, typer.Option(help="Only this number of replicas.")] = None,
+    dcp: Annotated[
+        int | None, typer.Option(help="Only this number of decode-context-parallel ranks.")
+    ] = None,
+    ep: Annotated[
+        int | None, typer.Option(help="Only this number of expert-parallel ranks.")
+    ] = None,
     in_flight: Annotated[
         int | None,
         typer.Option(
@@ -153,20 +169,24 @@ def fit(
         float, typer.Option(help="Share of the GPU memory that the engine may use.")
     ] = 0.9,
     overhead: Annotated[
-        str, typer.Option(help="GPU memory that is neither weights nor cache.")
+        str,
+        typer.Option(
+            help="GPU memory that is neither weights nor cache; auto: as in `kvatlas budget`."
+        ),
     ] = "3GiB",
     weights_dtype: Annotated[
         str | None, typer.Option(help="Format of the weights: fp8, nvfp4, ...")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Find the topology on which each model serves the most users.
+    """Find the topology on which each model serves the most users, and the second best.
 
     If a model cannot be loaded, an error is printed on stderr, the other models are fitted, and
     the exit code is 2.
     """
     options = {"kv_dtype": kv_dtype, "max_len": max_len, "in_flight": in_flight}
     options |= {"weights_dtype": weights_dtype}
+    options |= {"tp": tp, "pp": pp, "dp": dp, "dcp": dcp, "ep": ep}
     found, failed = fit_models(models, gpu, utilization=utilization, overhead=overhead, **options)
     if found or as_json:
         fits = [one.as_dict() for one in found]
@@ -175,6 +195,12 @@ def fit(
         report(refusal)
     if failed:
         raise typer.Exit(REFUSED)
+
+
+command(
+    "budget Llama-3.1-70B --gpu 4xH100 --max-len 32K",
+    "budget gpt-oss-120b --gpu H200 --max-num-seqs 256 --json",
+)(budget)
 
 
 def _save(path: Path, content: bytes) -> None:
@@ -215,7 +241,7 @@ def explain(
     facts = {**planned.facts(), "explain": [line.strip() for line in lines]}
     headed = {**facts, "answer": planned.answer()}
     # The headline already contains the content of the first two sentences.
-    about = notes(planned.fit.warnings[: len(planned.fit.weights_warnings)]) if planned.fit else []
+    about = notes(planned.fit.machine_warnings) if planned.fit else []
     answer(as_json, facts, headline(headed), *planned.machine(), sentences(lines[2:]), *about)
 
 
@@ -282,12 +308,14 @@ def map(  # noqa: A001 - the command's name
     drawn = draw(options, source, target, tokens=tokens, knobs=not (svg or text))
     if (svg or text) and output is None and not opened:
         typer.echo(drawn.svg() if svg else drawn.text(), nl=False)
+        for warning in drawn.warnings:
+            typer.echo(f"Note: {plain(warning)}", err=True)
         return
     form = "svg" if svg else "txt" if text else "html"
     path = output or Path(f"map.{form}")
     replaced = path.exists()
     path = drawn.save(path, form=form)
-    show(written(path, replaced=replaced))
+    show(written(path, replaced=replaced), *notes(drawn.warnings))
     if opened:
         typer.launch(path.absolute().as_uri())
 

@@ -91,8 +91,8 @@ def axes_of(texts: list[str]) -> dict[str, tuple[str, ...]]:
 def compared_plans(options: PlanOptions, axis: str, values: tuple[str, ...] = ()) -> list[Row]:
     """Return one row of figures for each plan, one plan per value of the option `axis`.
 
-    In each row, `ratio` is the number of decoding requests that fit, divided by that number in the
-    first row whose plan was not refused.
+    In each row, `ratio` is the number of decoding requests that fit, relative to the first row that
+    has a plan.
     """
     check_memory_axis(options, axis)
     model = options.load()

@@ -39,7 +39,7 @@ def draw(
 ) -> Map:
     """Return the map of one plan, or of the route between two plans.
 
-    The first plan has the options `options`, some of them replaced by those in `source`. If
+    The first plan has the options `options`; options in `source` override them. If
     `options.model` is a plan file, the first plan is read from the file. `target` is the second
     plan: a plan file, or options. If it is given, the map shows the route of a request of `tokens`
     tokens from the first plan to the second. If `knobs` is true, the map of a model includes other

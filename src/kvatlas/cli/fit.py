@@ -24,7 +24,7 @@ from kvatlas.cli.tables import (
 from kvatlas.errors import AtlasError
 from kvatlas.geometry.byte_sizes import size
 from kvatlas.models import Model, Weights, find_gpus
-from kvatlas.planning import Fit, Fitting, Plan
+from kvatlas.planning import Fit, Plan, fit
 from kvatlas.planning.plan_data import DECODING
 from kvatlas.planning.request import length
 
@@ -102,11 +102,11 @@ def plan_on(options: PlanOptions) -> PlanOnMachine:
     return PlanOnMachine(made, found, found.topology.dp, more)
 
 
-def _memory_line(fit: Fit, made: Plan) -> str:
+def _memory_line(found: Fit, made: Plan) -> str:
     return (
-        f"{size(made.memory)} for caches on each of {fit.topology.gpus} {fit.gpu}: "
-        f"{fit.utilization:.0%} of its memory, minus {size(fit.weights)} of weights "
-        f"({fit.weights_source}) and {size(fit.overhead)} of overhead."
+        f"{size(made.memory)} for caches on each of {found.topology.gpus} {found.gpu}: "
+        f"{found.utilization:.0%} of its memory, minus {size(found.weights)} of weights "
+        f"({found.weights_source}) and {size(found.overhead)} of overhead."
     )
 
 
@@ -118,7 +118,7 @@ def fit_models(
     A model that cannot be loaded has an error instead of a fit. Fits are sorted by the number of
     users, the largest first.
     """
-    machine = find_gpus(gpus)
+    find_gpus(gpus)  # an unknown GPU is an error even if no model can be loaded
     found, failed = [], []
     for model in models:
         try:
@@ -127,8 +127,7 @@ def fit_models(
         except AtlasError as refusal:
             failed.append(refusal)
             continue
-        fitting = Fitting(model, machine.gpu, **options)
-        found.append(fitting.best(machine.number, per_host=machine.per_host))
+        found.append(fit(model, gpus, **options))
     return sorted(found, key=lambda one: (one.plan is None, -one.users())), failed
 
 
@@ -156,6 +155,7 @@ def fit_parts(fits: list[Fit], gpus: str, max_len: str | None) -> list[Renderabl
         for one in fits
         if one.plan and (reasons := one.plan.summary()["not_runnable"])
     ]
+    seconds = [(one.model, _runner_up(one)) for one in fits if one.runner_up]
     legend = (
         "weights, cache: memory on each GPU. prefill, decode: requests of the greatest length "
         "that all replicas serve at once while all of them prefill, or all decode."
@@ -163,7 +163,20 @@ def fit_parts(fits: list[Fit], gpus: str, max_len: str | None) -> list[Renderabl
     if any(one.weights_estimate for one in fitting):
         legend += " ~: an estimate."
     shown: list[RenderableType] = [Text(answer), indented(made), *told]
-    return [*shown, *labelled_notes(warnings), Text(legend, style="dim")]
+    others = [Text(plain(note)) for note in merged_notes(seconds)]
+    return [*shown, *others, *labelled_notes(warnings), Text(legend, style="dim")]
+
+
+def _runner_up(best: Fit) -> str:
+    """Return the sentence on the second best topology of a search."""
+    second = best.runner_up
+    if second is None:
+        return ""
+    dtype = "" if second.kv_dtype == best.kv_dtype else f" with cache dtype {second.kv_dtype}"
+    return (
+        f"second is {second.topology}{dtype} with {second.users:,} users decoding, because "
+        f"{second.reason}."
+    )
 
 
 def _fit_table(fits: list[Fit], sizes_per_line: int, *, lengths: bool) -> FittedTable:
@@ -177,7 +190,7 @@ def _fit_table(fits: list[Fit], sizes_per_line: int, *, lengths: bool) -> Fitted
             continue
         made.add_row(
             name,
-            _broken(str(one.topology), sizes_per_line),
+            _broken(_named(one), sizes_per_line),
             ("~" if one.weights_estimate else "") + size(one.weights),
             size(one.plan.memory),
             f"{one.users(decoding=False):,}",
@@ -185,6 +198,11 @@ def _fit_table(fits: list[Fit], sizes_per_line: int, *, lengths: bool) -> Fitted
             *([f"{one.plan.max_len:,}"] if lengths else []),
         )
     return made
+
+
+def _named(one: Fit) -> str:
+    """Return a fit's topology, with the dtype of its cache if that is not the default."""
+    return str(one.topology) + (f", kv {one.kv_dtype}" if one.kv_dtype != "auto" else "")
 
 
 def _broken(topology: str, sizes: int) -> str:

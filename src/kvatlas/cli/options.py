@@ -20,7 +20,7 @@ from kvatlas.geometry import ENGINE_LAYOUTS
 from kvatlas.geometry.integers import positive
 from kvatlas.models import GPUS, Model, catalogue, find_gpus
 from kvatlas.models.weights.formats import NAMED_FORMATS
-from kvatlas.planning import BACKENDS, Fit, Fitting, Plan, Policy, plan
+from kvatlas.planning import BACKENDS, Fit, Fitting, GivenSizes, Plan, Policy, plan
 from kvatlas.planning.engine_rules import CHIPS, RELEASES
 from kvatlas.specs import ATTENTION_CACHES, LATENT_CACHES
 
@@ -96,7 +96,10 @@ _UTILIZATION = (
     "With --gpu: share of the GPU memory that the engine may use. [dim]By default 0.9.[/]"
 )
 _WEIGHTS = "With --gpu: format of the weights: fp8, nvfp4, ... [dim]By default the checkpoint's.[/]"
-_OVERHEAD = "With --gpu: memory that is neither weights nor cache. [dim]By default 3GiB.[/]"
+_OVERHEAD = (
+    "With --gpu: memory that is neither weights nor cache; auto: as in `kvatlas budget`. "
+    "[dim]By default 3GiB.[/]"
+)
 _TP = "Tensor-parallel ranks. [dim]By default 1; with --gpu, GPUs / (pp x dp).[/]"
 _DP = (
     "Data-parallel replicas, each with its own cache. "
@@ -213,8 +216,8 @@ class PlanOptions:
         """
         options = self._options(changes)
         if options["gpu"] is not None:
-            sizes = {name: options[name] for name in _TOPOLOGY}
-            return self.fitting(**changes).given(find_gpus(options["gpu"]), **sizes)
+            sizes = GivenSizes(**{name: options[name] for name in _TOPOLOGY})
+            return self.fitting(**changes).given(find_gpus(options["gpu"]), sizes)
         for name, default in OF_GPUS.items():
             if options.pop(name) != default:
                 flag = "--" + name.replace("_", "-")

@@ -42,8 +42,8 @@ def show(*parts: RenderableType) -> None:
 def table(*columns: str, words: Iterable[int] = (0,), wraps: Iterable[int] = ()) -> FittedTable:
     """Return an empty table with these column headers.
 
-    Columns are right-aligned, except those with indices in `words`. Columns with indices in `wraps`
-    may take several lines.
+    Columns are right-aligned, except columns with an index in `words`. Columns with indices in
+    `wraps` may take several lines.
     """
     made = FittedTable()
     for number, column in enumerate(columns):
@@ -114,7 +114,7 @@ def labelled_notes(warnings: Iterable[tuple[str, str]]) -> list[RenderableType]:
 
 
 def headline(summary: dict[str, Any]) -> Group:
-    """Return a title with model and options, and a table of the plan's main figures."""
+    """Return a title with the model and its options, and a table of the plan's main figures."""
     title = Text(plain(summary["model"]), style="bold")
     parts = [f"policy {summary['policy']}", f"layout {summary['layout']}"]
     parts += [f"{name} {summary[name]}" for name in ("tp", "pp", "dcp") if summary[name] > 1]

@@ -46,7 +46,7 @@ def as_bytes(memory: Memory) -> Bytes:
             Code.WRONG_DEVICE,
             "Host code cannot access GPU memory",
             got=f"memory on {memory.device}",
-            hint="Copy it to the host first, or use a transport that supports GPUs",
+            hint="Copy the memory to the host first, or use a transport that supports GPUs",
         )
     region: Any = (ctypes.c_uint8 * memory.nbytes).from_address(memory.address)
     return np.frombuffer(region, np.uint8)

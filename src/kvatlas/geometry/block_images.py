@@ -1,4 +1,4 @@
-"""The bytes of one block: those that pages use, and those that nothing uses.
+"""The bytes of one block, divided into bytes that pages use and bytes that nothing uses.
 
 A pool is divided into cells of one size, and cell i belongs to block i % blocks. With blocks
 outermost, a block has one cell; with layers outermost, it has one for each page. Bytes of a cell

@@ -1,4 +1,4 @@
-"""Operations on several placements: stack, append, and fold axes of source and destination."""
+"""Operations on several placements: stack, append, and fold axes of the two ends of a copy."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ def tile_alike(source: Placement, destination: Placement) -> tuple[Placement, Pl
 
 
 def fold_beside(*ends: Placement, axis: str) -> tuple[Placement, ...]:
-    """Fold all axes except `axis` that are contiguous in both source and destination.
+    """Fold all axes except `axis` that are contiguous in both the source and the destination.
 
-    `ends` are the placements of source and destination. Since `axis` remains, the copy can select
-    coordinates of it. Source and destination may have different sizes along `axis`, so that blocks
-    can be copied between pools of different sizes.
+    `ends` are the placements of the source and the destination. Since `axis` remains, the copy can
+    select coordinates of it. Source and destination may have different sizes along `axis`, so that
+    blocks can be copied between pools of different sizes.
 
     >>> a = Placement.packed([("B", 9), ("N", 4), ("C", 8)])
     >>> b = Placement.packed([("B", 5), ("N", 4), ("C", 8)], strides={"B": 64})

@@ -75,7 +75,7 @@ class Page:
 
     @property
     def lies_flat(self) -> bool:
-        """Whether some field extends past the cells of one head.
+        """Whether a field extends past the cells of one head.
 
         Such a field is not divided into cells.
         """
@@ -168,7 +168,7 @@ class Page:
         cells = self._cells
         if placement.item != 1 or any(placement.size(a) != n for a, n in cells.items()):
             problem = "The placement must cover whole pages, with items of 1 byte"
-            hint = "Pass the result of Page.place, and narrow or fold the view of the field instead"
+            hint = "Pass the result of Page.place; narrow or fold the view of the field instead"
             got = f"{placement} for a page of {cells}"
             raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
         self._refuse_gaps(field, placement)

@@ -279,7 +279,7 @@ class Placement(Affine):
         By default there is one row per run, in address order. With axes in `over`, the rows are
         grouped by the coordinates of these axes, and the first axis varies slowest. Within a group,
         rows are in address order. `ids` selects coordinates of axes. Rows are also grouped by these
-        axes; axes that are only in `ids` vary faster than those in `over`.
+        axes; axes that are only in `ids` vary faster than axes in `over`.
 
         >>> p = Placement.packed([("L", 2), ("B", 100), ("C", 8)])
         >>> p.descriptors("L", B=[70, 3], base=1000).tolist()
@@ -369,11 +369,11 @@ def packed_steps(axes: Sequence[tuple[str, int]], item: int, fixed: Mapping[str,
 
 
 def fold_together(*ends: Placement) -> tuple[Placement, ...]:
-    """Fold the axes that are contiguous in both source and destination of a copy.
+    """Fold the axes that are contiguous at both ends of a copy.
 
-    `ends` are the placements of source and destination. The results have the same axes, in the
-    order of the first placement from outermost to innermost. Each item of a result is one run of
-    the copy.
+    `ends` are the placements of the source and the destination. The results have the same axes, in
+    the order of the first placement from outermost to innermost. Each item of a result is one run
+    of the copy.
 
     >>> a = Placement.packed([("B", 9), ("N", 4), ("C", 8)])
     >>> b = Placement.packed([("B", 9), ("N", 4), ("C", 8)], strides={"B": 64})
@@ -385,7 +385,7 @@ def fold_together(*ends: Placement) -> tuple[Placement, ...]:
     first = ends[0]
     aligned = [end if end.axes == first.axes else end.reorder(*first.axes) for end in ends]
     if any(end.sizes != first.sizes or end.item != first.item for end in aligned):
-        problem = "Source and destination of a copy must have equal sizes and item sizes"
+        problem = "Both ends of a copy must have equal sizes and item sizes"
         hint = "Narrow and split both placements to the part that they share"
         raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=ends, hint=hint)
     fold = coalesce(first.axes, first.sizes, [end.strides for end in aligned], first.item)

@@ -24,8 +24,8 @@ _SEARCH_LIMIT = 100_000
 class Folded(NamedTuple):
     """Axes after folding, outermost first, and the item size in bytes.
 
-    `strides` has one tuple of byte strides for each placement, such as source and destination of
-    a copy. All placements have the same axes.
+    `strides` has one tuple of byte strides for each placement, such as the source and the
+    destination of a copy. All placements have the same axes.
     """
 
     names: tuple[str, ...]
@@ -106,10 +106,10 @@ def find_difference(
 def coalesce(
     names: Sequence[str], sizes: Sequence[int], strides: Sequence[Sequence[int]], item: int
 ) -> Folded:
-    """Fold axes into one axis, or into the item, if they are contiguous in source and destination.
+    """Fold axes into one axis, or into the item, if they are contiguous at both ends.
 
-    `strides` contains one list of byte strides for each placement: source and destination of a
-    copy, or a single placement.
+    `strides` contains one list of byte strides for each placement: one placement, or the source and
+    the destination of a copy.
 
     >>> coalesce(("B", "N", "C"), (9, 4, 8), [(64, 8, 1)], 1)
     Folded(names=('B',), sizes=(9,), strides=((64,),), item=32)

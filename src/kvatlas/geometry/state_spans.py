@@ -53,7 +53,9 @@ class StateBlocks(NamedTuple):
         """Return the first state that `self` and `other` both store; None if there is none."""
         for end in (self, other):
             if not 0 <= end.residue < end.every or end.states < 1 or end.split < 1:
-                problem = "StateBlocks needs states >= 1, split >= 1 and a residue in 0..every-1"
+                problem = (
+                    "StateBlocks needs `states` and `split` >= 1, and `residue` in 0..`every` - 1"
+                )
                 hint = "Take the StateBlocks from a plan"
                 raise AtlasError(Code.BAD_SIZE, problem, got=end, hint=hint)
         held = range(self.residue, lcm(self.every, other.every), self.every)
@@ -92,7 +94,7 @@ class SpanStarts(NamedTuple):
 
 
 class StateSpans(NamedTuple):
-    """Spans of states: their starts in source and destination, and their lengths in states.
+    """Spans of states: starts at the source and the destination, and lengths in states.
 
     >>> spans = StateSpans.between(8, 40, StateBlocks(16), StateBlocks(32))
     >>> spans.length, spans.source.entry, spans.destination.entry, spans.destination.state

@@ -67,7 +67,7 @@ class StridedRuns(NamedTuple):
             or source.item != destination.item
             or any(source.size(a) != destination.size(a) for a in inner)
         ):
-            problem = "Source and destination of a copy must have equal axes, sizes and item sizes"
+            problem = "Both ends of a copy must have equal axes, sizes and item sizes"
             hint = "Narrow and split both placements to the part that they share"
             raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=(source, destination), hint=hint)
         ends = (source, destination)
@@ -99,7 +99,7 @@ class StridedRuns(NamedTuple):
 
     @property
     def gapless(self) -> bool:
-        """Whether consecutive states of a kernel block are adjacent in source and destination."""
+        """Whether consecutive states of a kernel block are adjacent at both ends."""
         return self.state_strides == (self.item, self.item)
 
     def item_offsets(self, end: int) -> Int64s:
@@ -116,9 +116,9 @@ class StridedRuns(NamedTuple):
         """Return (source starts, destination starts, lengths) of runs of states, in bytes.
 
         Add `item_offsets` to the starts to get offsets in the pool. `ids` are the block ids of each
-        span, for source and destination. If `join` is true, ranges that are adjacent in both source
-        and destination are joined. `whole` is true if the states of a kernel block are already
-        folded into the item.
+        span, for the source and the destination. If `join` is true, ranges that are adjacent in
+        both source and destination are joined. `whole` is true if the states of a kernel block are
+        already folded into the item.
         """
         source, destination = (
             self._starts(0, spans.source, ids[0]),

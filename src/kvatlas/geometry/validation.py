@@ -110,27 +110,28 @@ def refuse_unlike_steps(parts: Mapping[str, Placement]) -> None:
         own = {name: parts[name] for name in names}
         outer = {name: _outermost(part) for name, part in own.items()}
         inner = {
-            name: part.select(outer[name][0], 0) if outer[name] else part
+            name: part.select(found[0], 0) if (found := outer[name]) else part
             for name, part in own.items()
         }
-        steps = {found[1:] for found in outer.values()}
+        steps = {found and found[1:] for found in outer.values()}
         span = max(part.stop for part in inner.values())
         span -= min(part.offset for part in inner.values())
-        if len(steps) > 1 or () in steps or span > steps.pop()[1]:
+        step = steps.pop()
+        if steps or step is None or span > step[1]:
             hint = "Move or shrink one of them, or give both the same outer axes"
             raise AtlasError(Code.OVERLAP, got=" and ".join(names[:2]), hint=hint)
         refuse_unlike_steps(inner)
 
 
-def _outermost(part: Placement) -> tuple[str, int, int] | tuple[()]:
-    """Return (name, size, stride) of the axis with the largest stride; empty without axes."""
+def _outermost(part: Placement) -> tuple[str, int, int] | None:
+    """Return (name, size, stride) of the axis with the largest stride; None without axes."""
     axes = [
         (stride, axis, size)
         for axis, size, stride in zip(part.axes, part.sizes, part.strides, strict=True)
         if size > 1
     ]
     if not axes:
-        return ()
+        return None
     stride, axis, size = max(axes)
     return axis, size, stride
 
@@ -154,7 +155,7 @@ def _one_step(parts: list[Placement]) -> list[Placement]:
     """Remove the outer axes that all parts share, such as the blocks of a pool.
 
     An axis is removed only if all parts fit into one step along it. If the parts of one step are
-    valid, those of every step are.
+    valid, the parts of every step are valid.
     """
     parts = [part.folded() for part in parts]
     while parts and all(part.axes for part in parts):

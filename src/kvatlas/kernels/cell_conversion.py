@@ -1,9 +1,9 @@
 """Convert cells between formats: decode to float32 and encode again.
 
-A cell is all bytes of one head and token, such as K, V and their scales. The codecs are those of
-`write` and `read`, so a converted cell has the same bytes as if the decoded row had been written to
-the target. Rows in the model's dtype are encoded directly, not by way of float32: the int4 codec
-first rounds to the dtype of its input, so it would give other bytes for float32.
+A cell is all bytes of one head and token, such as K, V and their scales. `write` and `read` use the
+same codecs, so a converted cell has the same bytes as if the decoded row had been written to the
+target. Rows in the model's dtype are encoded directly, not by way of float32: the int4 codec first
+rounds to the dtype of its input, so it would give other bytes for float32.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _look_up(
 ) -> None:
     """Convert elements `given` of type `one` to type `two`, and write them to `into`.
 
-    `scales` are those of the two types, which have at most 16 bits. This uses a lookup table,
+    `scales` are the scales of the two types, which have at most 16 bits. This uses a lookup table,
     because a numpy lookup is faster on a CPU than fp8 casts in torch.
     """
     table = _table(one, two, *scales)

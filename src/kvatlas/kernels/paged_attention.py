@@ -71,7 +71,7 @@ def attend(
     Logits are multiplied by `scale` (default 1 / sqrt(D)) and capped by `softcap` (0 or None: no
     cap). For quantised caches, pass the same `k_scale` and `v_scale` as to `write`.
 
-    The spec determines window, chunk and sink tokens. `sink_logits` are learned, one per query
+    The spec determines the window, chunk and sink tokens. `sink_logits` are learned, one per query
     head; they contribute to the softmax's denominator only. In cross attention, queries see all
     tokens of the encoder, and `lengths` counts encoder tokens.
 
@@ -116,7 +116,7 @@ def attend_latent(
     """Compute absorbed MLA of `q` [tokens, heads, latent + rope] over each sequence's cache.
 
     All heads share the cached rows. Returns [tokens, heads, latent], before the value projection.
-    Supports every cache dtype of latents. The other arguments are those of `attend`.
+    Supports every cache dtype of latents. `attend` describes the other arguments.
 
     For sparse attention, as in DeepSeek-V3.2, `indices` [tokens, k] contains the positions that an
     indexer has selected for each query, in any order, each at most once. Positions after the query
@@ -170,7 +170,9 @@ def _selected(batch: list[_Sequence], indices: torch.Tensor) -> list[_Sequence]:
 
 def _check_queries(q: torch.Tensor, heads: int, dim: int) -> None:
     if q.dim() != 3 or q.shape[2] != dim or not q.shape[1] or q.shape[1] % heads:
-        problem = f"`q` must be [tokens, query heads, {dim}], with a multiple of {heads} heads"
+        problem = (
+            f"`q` must be of shape [tokens, query heads, {dim}], with a multiple of {heads} heads"
+        )
         hint = "Pass the query heads of this rank"
         raise AtlasError(Code.BAD_TENSOR, problem, got=f"shape {tuple(q.shape)}", hint=hint)
 

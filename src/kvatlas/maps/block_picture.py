@@ -161,10 +161,10 @@ def _rows(drawn: PlanDrawing, regions: list[RegionDrawing], unused: tuple[Box, .
     If a region has very many rows, only the first ones are returned.
     """
     rows: list[_Row] = []
-    most = max(2, MOST_ROWS // len(regions))
-    for region in regions:
-        starts = [_Row(at, box.item, region, 0) for at, box in _starts(drawn, region)]
-        starts.sort(key=lambda row: row.start)
+    boxes = [(region, box) for region in regions for box in drawn.pages[region.page].block_rows]
+    most = max(2, MOST_ROWS // len(boxes))
+    for region, box in boxes:
+        starts = [_Row(at, box.item, region, 0) for at in sorted(_starts(box))]
         left_out = max(0, len(starts) - most)
         rows += starts[: most - 1] + [
             row._replace(more=left_out) for row in starts[most - 1 : most]
@@ -191,16 +191,12 @@ def _piece(box: Box) -> int:
     return item
 
 
-def _starts(drawn: PlanDrawing, region: RegionDrawing) -> Iterator[tuple[int, Box]]:
-    """Yield (byte offset, `Box`) for each row that is drawn for a region in block 0.
-
-    The same `Box` is yielded each time: the placement of all rows of the region.
-    """
-    box = drawn.pages[region.page].block_rows
+def _starts(box: Box) -> Iterator[int]:
+    """Yield the byte offset of each row of `box` in block 0."""
     axes = [(size, stride) for name, size, stride in box.axes if name != "B"]
     for index in product(*(range(size) for size, _ in axes)):
         steps = zip(index, axes, strict=True)
-        yield box.offset + sum(n * stride for n, (_, stride) in steps), box
+        yield box.offset + sum(n * stride for n, (_, stride) in steps)
 
 
 def _sample(

@@ -47,6 +47,23 @@ def block_rows(page: Page, placed: Placement) -> Placement:
     return _rows(placed, keep=("B",))
 
 
+def field_rows(view: Placement, *, keep: tuple[str, ...]) -> Placement:
+    """Return the rows to draw for a field that is stored apart from the others of its page.
+
+    Axes in `keep` are always divided: B for the rows of a block, and B and L for the rows of a
+    page.
+
+    >>> k = Placement.packed([("L", 2), ("B", 9), ("H", 8), ("N", 16), ("C", 64)], item=2)
+    >>> field_rows(k, keep=("B",))
+    Placement(B=9:16384, L=2:147456, H=8:2048, offset=0, item=2048)
+    """
+    alone = view
+    for axis in keep:
+        alone = alone.select(axis, 0)
+    small = alone.contiguous and alone.nbytes <= _ONE_ROW
+    return _rows(view, keep=keep, fewest=1 if small else _FEWEST)
+
+
 def page_rows(page: Page, placed: Placement) -> list[Placement]:
     """Return the rows to draw for one page (one layer of a block), as items of placements.
 
@@ -66,6 +83,18 @@ def page_rows(page: Page, placed: Placement) -> list[Placement]:
         rows = _sections(page, placed)
     gaps = page.gaps(placed)
     return rows if gaps is None else [*rows, gaps]
+
+
+def rows_of_blocks(plan: Plan, region: Region) -> list[Placement]:
+    """Return the rows to draw for the blocks of a region.
+
+    There is one placement of rows of whole pages, or one for each field if fields are stored apart.
+    """
+    blocks = plan.pools_by_stage[region.stage, plan.groups[region.group].pool].blocks
+    if region.apart:
+        views = region.views(plan.tp, blocks).values()
+        return [field_rows(view, keep=("B",)) for view in views]
+    return [block_rows(region.page(plan.tp), region.placement(plan.tp, blocks))]
 
 
 def unused(plan: Plan) -> dict[tuple[int, int], list[BlockStretch]]:
@@ -159,11 +188,13 @@ def _placement(axes: list[tuple[str, int, int]], offset: int, item: int) -> Plac
 
 
 def _stretches(plan: Plan, region: Region, pool: Pool) -> list[BlockStretch]:
-    rows = block_rows(region.page(plan.tp), region.placement(plan.tp, pool.blocks))
-    stride = rows.stride("B") if pool.blocks > 1 else region.block_stride
-    starts, lengths = rows.select("B", 0).runs()
-    every = zip(starts.tolist(), lengths.tolist(), strict=True)
-    return [BlockStretch(start, nbytes, stride, pool.blocks) for start, nbytes in every]
+    found: list[BlockStretch] = []
+    for rows in rows_of_blocks(plan, region):
+        stride = rows.stride("B") if pool.blocks > 1 else region.block_stride
+        starts, lengths = rows.select("B", 0).runs()
+        every = zip(starts.tolist(), lengths.tolist(), strict=True)
+        found += [BlockStretch(start, nbytes, stride, pool.blocks) for start, nbytes in every]
+    return found
 
 
 def _without(every: list[BlockStretch], own: list[BlockStretch]) -> list[BlockStretch]:

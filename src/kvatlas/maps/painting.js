@@ -222,7 +222,7 @@ function lookNamed(shape, layer, first) {
 
 // Returns how the layer affects the look of a row: its colour, or whether it is highlighted.
 function layerLook(page, view, row, { region, at }, { mode, follow }) {
-  const layer = region.layers[at.L], alone = view.level === "page" || (row.block === undefined && axisOf(page.block_rows, "L"));
+  const layer = region.layers[at.L], alone = view.level === "page" || (row.block === undefined && page.block_rows.every((box) => axisOf(box, "L")));
   if (mode === "layer" || (follow && follow.kind === "layer" && !alone)) return layer;
   return follow && follow.kind === "layer" ? layer === follow.value : "";
 }

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from kvatlas.geometry import Field, Page, Placement
+from kvatlas.geometry import Field, Placement
 from kvatlas.geometry.byte_sizes import size
-from kvatlas.maps.memory_rows import BlockStretch, block_rows, page_rows, unused
+from kvatlas.maps.memory_rows import BlockStretch, field_rows, page_rows, rows_of_blocks, unused
 from kvatlas.planning import Plan, Region
 
 
@@ -52,7 +52,8 @@ class PageDrawing(msgspec.Struct, frozen=True, kw_only=True):
 
     fields: tuple[FieldDrawing, ...]
     padding: Box | None
-    block_rows: Box
+    block_rows: tuple[Box, ...]
+    """The rows of a block: one box, or one for each field if fields are stored apart."""
     page_rows: tuple[Box, ...]
 
 
@@ -160,17 +161,21 @@ def _region(
 def _page(plan: Plan, region: Region) -> PageDrawing:
     page = region.page(plan.tp)
     blocks = plan.pool(region.stage * plan.tp, region.group).blocks
-    placed = region.placement(plan.tp, blocks)
-    gaps = page.gaps(placed)
+    views = region.views(plan.tp, blocks)
+    if region.apart:
+        gaps, rows = None, [field_rows(view, keep=("B", "L")) for view in views.values()]
+    else:
+        placed = region.placement(plan.tp, blocks)
+        gaps, rows = page.gaps(placed), page_rows(page, placed)
     return PageDrawing(
-        fields=tuple(_field(plan, region, page, placed, field) for field in page.fields),
+        fields=tuple(_field(plan, region, page.field(name), views[name]) for name in views),
         padding=None if gaps is None else Box.of(gaps),
-        block_rows=Box.of(block_rows(page, placed)),
-        page_rows=tuple(Box.of(rows) for rows in page_rows(page, placed)),
+        block_rows=tuple(map(Box.of, rows_of_blocks(plan, region))),
+        page_rows=tuple(map(Box.of, rows)),
     )
 
 
-def _field(plan: Plan, region: Region, page: Page, placed: Placement, field: Field) -> FieldDrawing:
+def _field(plan: Plan, region: Region, field: Field, view: Placement) -> FieldDrawing:
     sharding = field.sharding
     held: Iterable[tuple[tuple[int, int, int], ...]] = ()
     if sharding.sections:
@@ -183,7 +188,7 @@ def _field(plan: Plan, region: Region, page: Page, placed: Placement, field: Fie
         name=field.name,
         dtype=field.dtype.name,
         padding=field.padding,
-        box=Box.of(page.view(placed, field.name)),
+        box=Box.of(view),
         shard=sharding.axis if sharding.sections else None,
         whole=sharding.rows if sharding.sections else 0,
         ranges=tuple(held),

@@ -90,8 +90,9 @@ function poolOf(plan, view) {
 function blockRows(plan, view) {
   const rows = [];
   for (const region of regionsOf(plan, view)) {
-    const box = plan.pages[region.page].block_rows;
-    for (const start of starts(box, { B: view.block })) rows.push({ start, nbytes: box[1], region });
+    for (const box of plan.pages[region.page].block_rows) {
+      for (const start of starts(box, { B: view.block })) rows.push({ start, nbytes: box[1], region });
+    }
   }
   const widest = rows.reduce((most, row) => Math.max(most, row.nbytes), 1);
   for (const box of plan.unused[`${view.stage}/${view.group}`] || []) {
@@ -120,15 +121,15 @@ function poolRows(plan, view) {
   const first = Math.floor(view.block / BLOCKS_SHOWN) * BLOCKS_SHOWN;
   const count = Math.min(BLOCKS_SHOWN, pool.blocks - first);
   const regions = regionsOf(plan, view);
-  const strides = regions.map((region) => axisOf(plan.pages[region.page].block_rows, "B")[2]);
+  const drawn = regions.flatMap((region) => plan.pages[region.page].block_rows.map((box) => [region, box]));
+  const strides = drawn.map(([, box]) => axisOf(box, "B")[2]);
   if (strides.every((stride) => stride === pool.block_bytes || pool.blocks === 1)) {
     return [...Array(count).keys()].map((n) => ({
       start: (first + n) * pool.block_bytes, nbytes: pool.block_bytes, region: regions[0], block: first + n,
     }));
   }
   const rows = [];
-  regions.forEach((region, n) => {
-    const box = plan.pages[region.page].block_rows;
+  drawn.forEach(([region, box], n) => {
     for (const start of starts(box, { B: first })) {
       if (strides[n] === 0 || strides[n] >= box[1]) rows.push({ start, nbytes: strides[n] * (count - 1) + box[1], region });
     }

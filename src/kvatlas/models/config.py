@@ -90,7 +90,7 @@ class Config:
         return self._values.get(name)
 
     def all_keys(self) -> list[str]:
-        """Return all keys, including those whose value is null."""
+        """Return all keys, including keys whose value is null."""
         return [str(key) for key in self._values]
 
     def with_text_keys(self) -> Config:

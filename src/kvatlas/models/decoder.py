@@ -1,8 +1,8 @@
 """`Decoder`: the input of the functions that read the configs of a model family.
 
-A `Decoder` combines a text model's config with everything that does not depend on the family:
-the dtypes, which depend on the engine and the checkpoint, and the layer name prefixes,
-which depend on the multimodal wrapper. The readers only determine patterns and shapes.
+A `Decoder` combines a text model's config with values that do not depend on the family. The dtypes
+depend on the engine and the checkpoint, and the prefixes of layer names depend on the multimodal
+wrapper. The readers only determine patterns and shapes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Decoder:
     def layer(self, index: int, spec: AnySpec, name: str | None = None) -> Layer:
         """Return the `Layer` that describes one cache of decoder layer `index`.
 
-        `name` is the cache's name within the layer, by default that of the layer's attention.
+        `name` is the cache's name within the layer, by default the name of the layer's attention.
         """
         full_name = f"{self.layers}.{index}.{name or self.attention_name}"
         return Layer(name=full_name, index=index, spec=spec)
@@ -92,7 +92,7 @@ class Decoder:
         v_dim: int | None = None,
         window: int | None = None,
     ) -> FullAttention | SlidingAttention | ChunkedAttention:
-        """Return the spec of one kind of attention; sizes default to those in the config."""
+        """Return the spec of one kind of attention; sizes default to the config's."""
         head_dim = head_dim or self.config.head_dim()
         sizes: dict[str, Any] = {
             "heads": heads or self.config.key_heads(),

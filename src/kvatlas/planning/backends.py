@@ -1,8 +1,8 @@
 """Attention backends as data: the block sizes, layouts and cache dtypes that each supports.
 
 Planning never calls a backend; it only needs this data. The defaults are the backends that vLLM
-selects on a Hopper GPU; `engine_rules` has those of other chips. The option `backend=` selects
-another backend for all layers whose default backend has the same `family`.
+selects on a Hopper GPU; `engine_rules` has the defaults of other chips. The option `backend=`
+selects another backend for all layers whose default backend has the same `family`.
 
 A backend supports every block size that is a multiple of one of its `sizes`. Its kernels read
 blocks of exactly these sizes or, if `multiples` is set, of any multiple of them. Other blocks
@@ -213,7 +213,7 @@ def backends_of(
 
     The backend named `chosen` replaces vLLM's default in all layers whose default has the same
     `family`; the other layers keep their defaults. `rules`, `chip` and `tp` select the defaults;
-    if `chip` is None, they are those on Hopper.
+    the defaults on Hopper apply if `chip` is None.
 
     >>> model = Model.load("Llama-3.1-8B")
     >>> {used.name for used in backends_of(model, chip="sm100").values() if used}

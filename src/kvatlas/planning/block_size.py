@@ -119,7 +119,7 @@ def state_bytes(model: Model, tp: int) -> int:
 def token_bytes(model: Model, tp: int) -> int:
     """Return how many bytes per token the first attention layer stores on one rank.
 
-    Indexers do not count, because their pages are stored next to those of attention.
+    Indexers do not count, because their pages are stored next to the pages of attention.
 
     The result is 0 if the model has no attention layers.
     """

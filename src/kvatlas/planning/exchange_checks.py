@@ -45,7 +45,7 @@ class StoredField(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The names of layer and field, for messages."""
+        """The names of the layer and the field, for error messages."""
         return f"{self.field.name} of {self.layer.name}"
 
     def placement(self) -> Placement:
@@ -133,7 +133,7 @@ def _check_shard(shard: DocumentShard, ranks: int) -> None:
         fits &= ranges[-1][0] + ranges[-1][1] <= shard.size
         fits &= all(start + length < second for (start, length), (second, _) in pairwise(ranges))
     if not fits:
-        problem = "Each rank must hold ascending ranges with gaps, and equally many rows"
+        problem = "All ranks must hold equally many rows, in ascending ranges with gaps in between"
         raise AtlasError(Code.BAD_FIELD, problem, got=shard, hint=_HINT)
 
 
@@ -190,7 +190,8 @@ def _check_bounds(document: DocumentData, fields: list[StoredField]) -> None:
         last = one.field.offset + sum((size - 1) * stride for size, stride in steps)
         if last + one.item > document.regions[one.field.region]:
             got = f"{one.name} up to byte {last + one.item}"
-            problem = f"Region {one.field.region} has {document.regions[one.field.region]} bytes"
+            nbytes = document.regions[one.field.region]
+            problem = f"Fields of region {one.field.region} must end within its {nbytes} bytes"
             raise AtlasError(Code.OUT_OF_BOUNDS, problem, got=got, hint=_HINT)
 
 
@@ -238,7 +239,12 @@ def check_tables_of(document: DocumentData, digest: str, tables: TablesData) -> 
     """Raise an error if block tables do not fit a document, whose digest is `digest`."""
     if tables.cache != digest:
         problem = "The block tables are for another document"
-        raise AtlasError(Code.CHECKSUM, problem, got=tables.cache, hint=f"Pass that of {digest}")
+        raise AtlasError(
+            Code.CHECKSUM,
+            problem,
+            got=tables.cache,
+            hint=f"Pass the block tables of document {digest}",
+        )
     most: dict[int, int] = {}
     for one in stored_fields(document):
         ((count, _),) = one.field.axes["B"]
@@ -251,7 +257,7 @@ def check_tables_of(document: DocumentData, digest: str, tables: TablesData) -> 
         group = document.groups[table.group]
         (first, stop), blocks = table.tokens, table.blocks
         if first > stop:
-            problem = f"The tokens of group {table.group} are reversed"
+            problem = f"The token range of group {table.group} must not end before it starts"
             raise AtlasError(Code.BAD_TOKENS, problem, got=table.tokens, hint=_HINT)
         entries = needed_entries(group, first, stop)
         exact = group.holds == "tokens" or not entries or len(blocks) == 1
@@ -260,10 +266,10 @@ def check_tables_of(document: DocumentData, digest: str, tables: TablesData) -> 
             raise AtlasError(Code.MISSING_BLOCKS, problem, got=f"{len(blocks)} ids", hint=_HINT)
         for block in blocks[entries.start : entries.stop]:
             if block is None or block >= most[table.group]:
-                problem = f"Block ids of group {table.group} are below {most[table.group]}"
+                problem = f"Block ids of group {table.group} must be in 0..{most[table.group] - 1}"
                 raise AtlasError(Code.OUT_OF_RANGE, problem, got=block, hint=_HINT)
             if (group.pool, block) in taken:
-                problem = f"A block of pool {group.pool} is in two places of the tables"
+                problem = f"The tables must contain each block of pool {group.pool} only once"
                 raise AtlasError(Code.TWICE, problem, got=block, hint=_HINT)
             taken.add((group.pool, block))
 

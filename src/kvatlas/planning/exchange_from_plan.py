@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import struct
 from collections import defaultdict
@@ -84,6 +83,8 @@ def identity_digest(identity: CacheIdentity | None) -> str:
     if identity is None:
         return ""
     parts = (identity.weights, identity.config, identity.adapter, identity.salt)
+    import hashlib  # slow to import, and only needed here
+
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 
@@ -91,14 +92,14 @@ class _Part(NamedTuple):
     """A layer of a region, or a part of its state."""
 
     region: Region
-    index: int
+    number: int
 
     @property
     def layer(self) -> Layer:
-        return self.region.layers[self.index]
+        return self.region.layers[self.number]
 
     def order(self) -> tuple[int, str, int]:
-        return self.layer.index, self.layer.name, self.region.part(self.index)
+        return self.layer.index, self.layer.name, self.region.part(self.number)
 
 
 def _parts(plan: Plan) -> Iterator[_Part]:
@@ -196,7 +197,7 @@ def _axes(placed: Placement, sharded: str | None) -> dict[str, tuple[tuple[int, 
 
 
 def _folded(steps: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Join steps of an axis that follow each other without gaps; leave out those of size 1."""
+    """Join steps of an axis that follow each other without gaps; omit steps of size 1."""
     found: list[tuple[int, int]] = []
     for size, stride in steps:
         if size == 1:
@@ -233,6 +234,6 @@ def _bits(scale: float) -> str:
         bits = bytes(4)
     if not 0 < struct.unpack(">f", bits)[0] == scale < math.inf:
         problem = "A tensor scale must be a positive fp32 number"
-        hint = "Round it with numpy.float32"
+        hint = "Round the scale with numpy.float32"
         raise AtlasError(Code.NOT_REPRESENTABLE, problem, got=repr(scale)[:100], hint=hint)
     return bits.hex()

@@ -26,7 +26,7 @@ from kvatlas.planning.foreign_layers import SeenFields, SeenLayer
 from kvatlas.planning.foreign_memory import regions_of
 from kvatlas.planning.plan_parts import Group, Pool, PoolSegment, Region
 from kvatlas.planning.plans import Plan
-from kvatlas.planning.sized_layers import FULL_KINDS, kind_of, page_of
+from kvatlas.planning.sized_layers import FULL_KINDS, Kind, kind_of, page_of
 
 _ALIGNED = 256
 """Segments of a pool with one block start at multiples of this many bytes."""
@@ -37,8 +37,9 @@ def from_exchange(
 ) -> Plan:
     """Return a plan that describes the memory of a document, for the layers of `model`.
 
-    Routes between this plan and others copy between the document's memory and theirs. The names of
-    the document's layers must be those of `model`. `max_len` defaults to the model's.
+    Routes between this plan and others copy between the document's memory and theirs. The
+    document's layers must have the names of the layers of `model`. `max_len` defaults to the
+    model's.
 
     >>> from kvatlas.planning import plan, to_exchange
     >>> document = to_exchange(plan("gpt-oss-20b", memory="40GiB", tp=2))
@@ -108,7 +109,7 @@ def _stored_parts(document: CacheDocument, model: Model) -> list[_StoredPart]:
         counts[layer.name] += 1
     if unknown := sorted(set(counts) - set(known)):
         got, some = ", ".join(map(repr, unknown[:3])), next(iter(known), "-")
-        problem = f"The layers of the document must be those of {model.name}"
+        problem = f"The document must have the layers of {model.name}"
         hint = f"Use names such as {some!r}"
         raise AtlasError(Code.UNKNOWN_LAYER, problem, got=got, hint=hint)
     fields = stored_fields(document)
@@ -151,7 +152,7 @@ Bases = dict[tuple[int, int], int]
 
 
 def _pools(document: CacheDocument, tp: int) -> tuple[tuple[Pool, ...], Bases]:
-    """Return a pool for each stage and pool of a document, with its regions as segments."""
+    """Return a pool for each stage and each pool of a document, with the regions as segments."""
     counts: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
     used: dict[tuple[int, int], set[int]] = defaultdict(set)
     for one in stored_fields(document):
@@ -187,7 +188,7 @@ def _pools(document: CacheDocument, tp: int) -> tuple[tuple[Pool, ...], Bases]:
 
 def _shifted(one: StoredField, base: int) -> Placement:
     """Return a field's placement in its pool, with the axis names of a plan."""
-    names = {"N": ("N",), "C": ("C",)}
+    names: dict[str, tuple[str, ...]] = {"N": ("N",), "C": ("C",)}
     if len(one.field.axes.get("N", ())) == 2:
         names["N"] = ("k", "N")
     if len(one.field.axes.get("C", ())) == 2:
@@ -294,10 +295,11 @@ def _groups(document: CacheDocument, parts: Iterable[_StoredPart]) -> tuple[Grou
 
 def _read_group(group: DocumentGroup, members: Sequence[Layer]) -> Group:
     specs = [layer.spec for layer in members]
-    kept = [kind for kind in FULL_KINDS if kind in map(kind_of, specs)]
+    kinds = {kind_of(spec) for spec in specs}
+    kept = [kind for kind in FULL_KINDS if kind in kinds]
     fixed = group.holds != "tokens"
     if not fixed and group.keeps == DocumentKeeps():
-        kind = kept[0] if kept else "full_attention"
+        kind: Kind = kept[0] if kept else "full_attention"
         return Group.of(kind, specs[0], block=group.tokens, pool=group.pool)
     for spec in specs:
         made = Group.of(kind_of(spec), spec, block=group.tokens, pool=group.pool)

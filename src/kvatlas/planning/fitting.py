@@ -2,65 +2,61 @@
 
 `fit()` takes a model and GPUs, such as `8xH100`. A topology distributes the model over all of
 them: `dp` replicas, each with `pp` pipeline stages of `tp` ranks. The weights are placed
-first; caches get the rest of the memory. Pipelines are tried only if nothing fits without
-them. A mixture-of-experts model can also distribute its experts over the ranks of all replicas
-(`ep`), as engines do when attention is replicated. If ranks hold copies of the cache, decode
-context parallelism (`dcp`) is tried too, with the largest size that vLLM supports.
+first; caches get the rest of the memory. A mixture-of-experts model can also distribute its experts
+over the ranks of all replicas (`ep`), as engines do when attention is replicated. If ranks hold
+copies of the cache, decode context parallelism (`dcp`) divides them. The search tries every
+choice of the sizes that the user leaves open, and every cache dtype that the user lists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
-from kvatlas.errors import AtlasError, Code
+from kvatlas.errors import AtlasError
+from kvatlas.geometry.byte_sizes import size
 from kvatlas.geometry.integers import positive
-from kvatlas.models import OVERHEAD, Gpu, Gpus, Model, Weights, find_gpus, memory_for_cache
+from kvatlas.models import OVERHEAD, Gpu, Gpus, Model, find_gpus, memory_for_cache
 from kvatlas.planning.engine_rules import chip_of
+from kvatlas.planning.given_sizes import GivenSizes, Topology, check_experts, sizes_of
+from kvatlas.planning.memory_budget import Budget, EngineLoad, gpu_budget
 from kvatlas.planning.plan_data import DECODING
 from kvatlas.planning.planner import plan
 from kvatlas.planning.plans import Plan
 from kvatlas.planning.request import quantity
 from kvatlas.planning.sized_layers import FIXED_KINDS, kind_of
-from kvatlas.planning.topology import (
-    MOST_RANKS,
-    check_topology,
-    check_vllm_topology,
-    stage_layers,
-)
+from kvatlas.planning.topology import check_topology, check_vllm_topology, stage_layers
+
+ANY = GivenSizes()
+"""No size is given, so the search is over all topologies."""
 
 
-class Topology(msgspec.Struct, frozen=True, order=True):
-    """The distribution of a model over GPUs.
+_ALIKE = 1.005
+"""Sizes whose ratio is below this are alike, so they do not explain a difference."""
 
-    The fields are the sizes of tensor (tp), pipeline (pp), data (dp), decode context (dcp) and
-    expert parallelism (ep).
 
-    >>> print(Topology(tp=4, dp=2), Topology(tp=4, dp=2).gpus)
-    tp 4, dp 2 8
-    """
+_PREFERENCES = {
+    "pp": "pipeline stages",
+    "dp": "replicas",
+    "dcp": "decode-context-parallel ranks",
+    "ep": "expert-parallel ranks",
+}
+"""Sizes of a topology that decide between equal numbers of users: smaller is better."""
 
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    dcp: int = 1
-    ep: int = 1
 
-    def __post_init__(self) -> None:
-        for name, number in msgspec.structs.asdict(self).items():
-            positive(number, name)
+class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):
+    """The second best fit of a search, and the reason why it is not the best."""
 
-    @property
-    def gpus(self) -> int:
-        """The number of GPUs: tp x pp x dp. dcp and ep reuse these GPUs."""
-        return self.tp * self.pp * self.dp
-
-    def __str__(self) -> str:
-        sizes = msgspec.structs.asdict(self)
-        return ", ".join(f"{name} {n}" for name, n in sizes.items() if n > 1 or name == "tp")
+    topology: Topology
+    kv_dtype: str
+    users: int
+    """Requests of `max_len` tokens that decode at once on all replicas together."""
+    reason: str
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -69,6 +65,8 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     model: str
     gpu: str
     topology: Topology
+    kv_dtype: str = "auto"
+    """The dtype of the cache; `auto` is that of the checkpoint."""
     weights: int = 0
     """Bytes of weights on the rank that holds the most."""
     weights_source: str = ""
@@ -77,11 +75,15 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Whether `weights` is an estimate, as in `Weights.estimate`."""
     weights_warnings: tuple[str, ...] = ()
     """Assumptions about the weights, as in `Weights.warnings`."""
+    chip: str | None = None
+    """The chip whose rules the plan has; None if no rules for the GPU are known."""
     overhead: int = OVERHEAD
     utilization: float = 0.9
     plan: Plan | None = None
     refusal: AtlasError | None = None
     """The error, if there is no plan."""
+    runner_up: RunnerUp | None = None
+    """The second best fit of the search that found this fit, if there is one."""
 
     def users(self, length: int | None = None, *, decoding: bool = True) -> int:
         """Return how many requests of `length` tokens all replicas together serve at once.
@@ -98,29 +100,82 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def rank(self) -> tuple[Any, ...]:
         """Sort key of fits; the fit with the smallest key is the best.
 
-        Fits with a plan come first. Fewer pipeline stages are better, then more users, then
-        fewer replicas, then a smaller dcp. Among fits without a plan, fewer weight bytes per rank
+        Fits with a plan come first. More users are better, then fewer pipeline stages, fewer
+        replicas and a smaller dcp and ep. Among fits without a plan, fewer weight bytes per rank
         are better, so that the error of the closest attempt is reported. Invalid topologies, for
         which no weights were computed, come last.
         """
         if self.plan is None:
-            return (True, not self.weights, self.weights)
-        return (False, self.topology.pp, -self.users(), self.topology.dp, self.topology.dcp)
+            return (True, not self.weights, self.weights, self.topology.pp)
+        preferred = (getattr(self.topology, name) for name in _PREFERENCES)
+        return (False, -self.users(), *preferred)
+
+    @property
+    def cache(self) -> int:
+        """Bytes for caches on all GPUs together."""
+        return self.plan.memory * self.topology.gpus if self.plan else 0
+
+    @property
+    def request(self) -> int:
+        """Bytes that a decoding request of `max_len` tokens takes on all its ranks together."""
+        if self.plan is None:
+            return 0
+        each = self.cache / self.topology.dp
+        return round(each / self.plan.requests(in_flight=DECODING))
+
+    def differs_in_experts(self, other: Fit) -> bool:
+        """Return whether the fits differ in nothing but `ep`."""
+        alike = replace(self.topology, ep=other.topology.ep) == other.topology
+        return alike and self.kv_dtype == other.kv_dtype
+
+    def reason_against(self, other: Fit) -> str:
+        """Return why `other`, which serves at most as many users, is not better than this fit."""
+        if self.users() == other.users():
+            for name, what in _PREFERENCES.items():
+                mine, others = getattr(self.topology, name), getattr(other.topology, name)
+                if others > mine:
+                    return f"it serves no more users, with {others} {what} instead of {mine}"
+            return "it serves no more users"
+        reasons = []
+        if other.request > self.request * _ALIKE:
+            reasons.append(f"a request takes {size(other.request)}, not {size(self.request)}")
+        if other.cache * _ALIKE < self.cache:
+            left = f"{size(other.cache)} for caches on all GPUs, not {size(self.cache)}"
+            reasons.append(f"weights leave {left}")
+        return " and ".join(reasons) or "each replica leaves a part of a request unused"
+
+    @property
+    def machine_warnings(self) -> tuple[str, ...]:
+        """The warnings about the weights and about the chip."""
+        notes = [f"weights: {warning}" for warning in self.weights_warnings]
+        if self.plan and self.chip is None and self.plan.policy.startswith("vllm"):
+            notes.append(
+                f"the rules of vLLM for {self.gpu} are not known: the plan has the rules that hold "
+                "on every CUDA chip, and the backends of Hopper. Pass chip= to select a chip."
+            )
+        return tuple(notes)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The warnings about the weights, then those of the plan."""
-        notes = (f"weights: {warning}" for warning in self.weights_warnings)
-        return (*notes, *(self.plan.warnings if self.plan else ()))
+        """The warnings about the weights and the chip, then those of the plan."""
+        return (*self.machine_warnings, *(self.plan.warnings if self.plan else ()))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fit as a JSON object."""
         refused = self.refusal and {"code": str(self.refusal.code), "message": str(self.refusal)}
+        second = self.runner_up
+        runner_up = second and {
+            **msgspec.structs.asdict(second.topology),
+            "kv_dtype": second.kv_dtype,
+            "users_decoding": second.users,
+            "reason": second.reason,
+        }
         return {
             "model": self.model,
             "gpu": self.gpu,
             "gpus": self.topology.gpus,
             **msgspec.structs.asdict(self.topology),
+            "kv_dtype": self.kv_dtype,
             "weights_per_rank": self.weights,
             "weights_source": self.weights_source,
             "weights_estimate": self.weights_estimate,
@@ -133,13 +188,16 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             "users_decoding": self.users(),
             "warnings": list(self.warnings),
             "refused": refused,
+            "runner_up": runner_up,
         }
 
 
 class Fitting:
     """Fits one model on GPUs of one kind, in any topology.
 
-    `weights_dtype` is the format of the weights, by default that of the checkpoint. `options` are
+    `overhead` is the bytes per GPU for everything except weights and cache, or the engine's
+    settings, from which `gpu_budget` predicts them; `"auto"` is the engine's defaults.
+    `weights_dtype` is the format of the weights, by default the checkpoint's. `options` are
     passed to `plan()` and must not include the memory or the topology.
     """
 
@@ -149,32 +207,44 @@ class Fitting:
         gpu: Gpu,
         *,
         utilization: float = 0.9,
-        overhead: int | str = OVERHEAD,
+        overhead: int | str | EngineLoad = OVERHEAD,
         weights_dtype: str | None = None,
         **options: Any,
     ) -> None:
+        from kvatlas.models import Weights  # slow to import, and plans do not need it
+
         self.weights = Weights.load(model, dtype=weights_dtype)
         kv_dtype = options.pop("kv_dtype", None)
         self.model = Model.load(model)
         if kv_dtype is not None:
             self.model = self.model.with_cache(kv_dtype)
         self.gpu, self.utilization, self.options = gpu, utilization, options
-        self.overhead = quantity(overhead, "the overhead")
+        self.load: EngineLoad | None = None
+        if overhead == "auto":
+            overhead = EngineLoad.default(gpu)
+        if isinstance(overhead, EngineLoad):
+            self.load, self.overhead = overhead, 0
+        else:
+            self.overhead = quantity(overhead, "the overhead")
         if options.get("chip") is None:
             options["chip"] = chip_of(gpu.name)
 
     def on(self, topology: Topology) -> Fit:
         """Return the fit in one topology, with the error as `refusal` if the model does not fit."""
-        held = 0
+        held, overhead = 0, self.overhead
         try:
+            check_experts(topology)
             check_topology(self.model, topology.tp, topology.pp, topology.dcp)
             stages = stage_layers(self.model.depth, topology.pp)
             held = self.weights.per_rank(tp=topology.tp, ep=topology.ep, stage_layers=stages)
+            if self.load is not None:
+                budget = self.budget(topology)
+                overhead = budget.usable - budget.kv - held
             memory = memory_for_cache(
                 self.gpu,
                 held,
                 utilization=self.utilization,
-                overhead=self.overhead,
+                overhead=overhead,
                 weights_source=self._weights_origin,
             )
             made = plan(
@@ -186,44 +256,50 @@ class Fitting:
                 **self.options,
             )
         except AtlasError as refusal:
-            return self._fit(topology, held, refusal=refusal)
-        return self._fit(topology, held, made=made)
+            return self._fit(topology, held, overhead, refusal=refusal)
+        return self._fit(topology, held, overhead, made=made)
 
-    def given(
-        self,
-        gpus: Gpus,
-        *,
-        tp: int | None = None,
-        pp: int | None = None,
-        dp: int | None = None,
-        dcp: int = 1,
-        ep: int | None = None,
-    ) -> Fit:
-        """Return the fit in the topology that `given_topology` derives from the given sizes.
-
-        `ep` defaults to all GPUs if a mixture-of-experts model has replicas, and else to 1.
-        """
-        topology = given_topology(
-            gpus.number, per_host=gpus.per_host, tp=tp, pp=pp, dp=dp, dcp=dcp, ep=ep or 1
+    def budget(self, topology: Topology) -> Budget:
+        """Return the memory budget of a GPU in one topology."""
+        return gpu_budget(
+            self.weights, self.gpu, topology, load=self.load, utilization=self.utilization
         )
-        if ep is None and self._deals_experts(topology):
-            topology = msgspec.structs.replace(topology, ep=topology.gpus)
+
+    def given(self, gpus: Gpus, sizes: GivenSizes = ANY) -> Fit:
+        """Return the fit in the topology that `sizes.default` derives from the given sizes.
+
+        `ep` defaults to tp x dp if a mixture-of-experts model has replicas, and else to 1.
+        """
+        topology = sizes.default(gpus)
+        if sizes.ep is None and topology.dp > 1 and self._has_experts:
+            topology = replace(topology, ep=topology.stage_gpus)
         return self.on(topology)
 
-    def best(self, gpus: int, *, per_host: int | None = None) -> Fit:
-        """Return the fit on `gpus` GPUs that serves the most users.
+    def best(self, gpus: Gpus, sizes: GivenSizes = ANY) -> Fit:
+        """Return the fit that serves the most users, of all topologies that have these sizes.
 
-        With `per_host`, each host has `per_host` GPUs, and the ranks of a pipeline stage share a
-        host.
+        Its `runner_up` is the second best fit. With several hosts, the ranks of a pipeline stage
+        share a host.
         """
-        found, gpus = list[Fit](), positive(gpus, "the number of GPUs")
-        most = min(MOST_RANKS, gpus if per_host is None else positive(per_host, "per_host"))
-        for pp in (n for n in range(1, min(gpus, MOST_RANKS) + 1) if gpus % n == 0):
-            for topology in self._topologies(gpus // pp, pp, most):
-                found += [self.on(topology), *self._with_dcp(topology)]
-            if any(fit.plan for fit in found):
-                break
-        return min(found, key=lambda fit: fit.rank)
+        return best_of(self.fits(gpus, sizes))
+
+    def fits(self, gpus: Gpus, sizes: GivenSizes = ANY) -> Iterator[Fit]:
+        """Yield the fits in all topologies with the given sizes, in no particular order.
+
+        If `dcp` is not given, only values that vLLM supports are tried. Where `ep` is open, it
+        is tp x dp or 1, whichever takes less memory.
+        """
+        positive(gpus.number, "the number of GPUs")
+        found = False
+        for topology in sizes.topologies(gpus):
+            found = True
+            for placed in [topology] if sizes.ep else self._with_experts(topology):
+                yield self.on(placed)
+                if sizes.dcp is None:
+                    dcps = self._dcps(topology.tp)
+                    yield from (self.on(replace(placed, dcp=dcp)) for dcp in dcps)
+        if not found:
+            yield self.on(sizes.default(gpus))
 
     def suggestions(self, topology: Topology) -> Iterator[Fit]:
         """Yield fits in topologies that replicate the cache on fewer ranks than `topology` does.
@@ -239,30 +315,30 @@ class Fitting:
             if fit.plan is not None:
                 yield fit
 
-    def _topologies(self, gpus: int, pp: int, most: int) -> Iterator[Topology]:
-        """Yield the topologies of `gpus` GPUs per stage, with a tp of at most `most`."""
-        for tp in (n for n in range(min(gpus, most), 0, -1) if gpus % n == 0):
-            topology = Topology(tp=tp, pp=pp, dp=gpus // tp)
-            deal = self._deals_experts(topology)
-            yield msgspec.structs.replace(topology, ep=gpus) if deal else topology
+    def _with_experts(self, topology: Topology) -> list[Topology]:
+        """Return the topology with and without distributed experts.
 
-    def _deals_experts(self, topology: Topology) -> bool:
-        """Return whether to distribute the experts over all replicas.
-
-        Distributed experts never take more memory than replicated ones.
+        If a rank holds clearly fewer bytes in one of them, the other is left out.
         """
-        return topology.dp > 1 and topology.pp == 1 and self._has_experts
+        spread = replace(topology, ep=topology.stage_gpus)
+        if not self._has_experts or spread == topology or topology.pp > self.model.depth:
+            return [topology]
+        stages = stage_layers(self.model.depth, topology.pp)
+        held = {
+            one: self.weights.per_rank(tp=one.tp, ep=one.ep, stage_layers=stages)
+            for one in (topology, spread)
+        }
+        return [one for one in held if held[one] <= min(held.values()) * _ALIKE]
+
+    def _dcps(self, tp: int) -> Iterator[int]:
+        """Yield each dcp above 1 that vLLM supports if ranks hold copies of the cache."""
+        copies = self._copies(tp)
+        yield from (n for n in range(copies, 1, -1) if tp % n == 0 and self._vllm_takes(tp, n))
 
     def _with_dcp(self, topology: Topology) -> Iterator[Fit]:
         """Yield the fit with the largest dcp that vLLM supports, if ranks replicate the cache."""
-        copies = self._copies(topology.tp)
-        for dcp in sorted((n for n in range(2, copies + 1) if topology.tp % n == 0), reverse=True):
-            if not self._vllm_takes(topology.tp, dcp):
-                continue
-            fit = self.on(msgspec.structs.replace(topology, dcp=dcp))
-            if fit.plan is not None:
-                yield fit
-                break
+        fits = (self.on(replace(topology, dcp=dcp)) for dcp in self._dcps(topology.tp))
+        yield from islice((fit for fit in fits if fit.plan is not None), 1)
 
     def _copies(self, tp: int) -> int:
         """Return how many of `tp` ranks hold the cache of the same KV heads."""
@@ -291,6 +367,7 @@ class Fitting:
         self,
         topology: Topology,
         weights: int,
+        overhead: int,
         *,
         made: Plan | None = None,
         refusal: AtlasError | None = None,
@@ -299,92 +376,62 @@ class Fitting:
             model=self.model.name,
             gpu=self.gpu.name,
             topology=topology,
+            kv_dtype=self.model.cache,
             weights=weights,
             weights_source=self.weights.source,
             weights_estimate=self.weights.estimate,
             weights_warnings=self.weights.warnings,
-            overhead=self.overhead,
+            chip=self.options["chip"],
+            overhead=overhead,
             utilization=self.utilization,
             plan=made,
             refusal=refusal,
         )
 
 
-def fit(
-    model: Any,
-    gpus: str,
-    *,
-    tp: int | None = None,
-    pp: int | None = None,
-    dp: int | None = None,
-    dcp: int = 1,
-    ep: int | None = None,
-    **options: Any,
-) -> Fit:
-    """Fit a model on GPUs such as `8xH100`.
+def best_of(fits: Iterable[Fit]) -> Fit:
+    """Return the best fit, with the second best as its `runner_up`.
 
-    The topology is given by `tp`, `pp`, `dp`, `dcp` and `ep`; see `Topology`. If all of them have
-    their defaults, `fit` searches for the topology that serves the most users. If some are given,
-    the remaining GPUs go to `tp`, or to `dp` if `tp` is given. `2x8xH100` names two hosts; the
-    ranks of a pipeline stage then share a host. `model` is anything that `Weights.load` takes; a
-    `Model` is not enough, because it has no weights. Options are `utilization`, the fraction of GPU
-    memory to use (0.9 by default), `overhead`, the bytes per GPU for everything except weights and
-    cache, `weights_dtype`, the format of the weights if it is not that of the checkpoint, and the
-    options of `plan()`.
+    Of two equally good fits, the first one is better. The second best differs in more than `ep`.
+    """
+    best, *others = sorted(fits, key=lambda fit: fit.rank)
+    second = next((fit for fit in others if fit.plan and not fit.differs_in_experts(best)), None)
+    if second is None:
+        return best
+    runner_up = RunnerUp(
+        topology=second.topology,
+        kv_dtype=second.kv_dtype,
+        users=second.users(),
+        reason=best.reason_against(second),
+    )
+    return replace(best, runner_up=runner_up)
+
+
+def fit(model: Any, gpus: str, **options: Any) -> Fit:
+    """Fit a model on GPUs such as `8xH100`: find the topology that serves the most users.
+
+    Each of the options `tp`, `pp`, `dp`, `dcp` and `ep` restricts the search to topologies of this
+    size; see `Topology`. `kv_dtype` is the dtype of the cache, or several of them with commas
+    between, such as `auto,fp8`, of which the best is taken. By default, the checkpoint determines
+    it. `2x8xH100` names two hosts; the ranks of a pipeline stage then share a host.
+
+    `model` is anything that `Weights.load` takes; a `Model` is not enough, because it has no
+    weights. Other options are `utilization`, the fraction of GPU memory to use (0.9 by default),
+    `overhead`, the bytes per GPU for everything except weights and cache (or `"auto"`, what
+    `gpu_budget` predicts), `weights_dtype`, the format of the weights if it is not that of the
+    checkpoint, and the options of `plan()`.
 
     >>> found = fit("Llama-3.1-8B", "2xH100", max_len="32K")
     >>> print(found.topology, found.users())
     tp 2 30
+    >>> fit("Llama-3.1-8B", "2xH100", max_len="32K", kv_dtype="auto,fp8", dp=2).users()
+    52
     """
-    machine = find_gpus(gpus)
-    fitting = Fitting(model, machine.gpu, **options)
-    if tp is pp is dp is ep is None and dcp == 1:
-        return fitting.best(machine.number, per_host=machine.per_host)
-    return fitting.given(machine, tp=tp, pp=pp, dp=dp, dcp=dcp, ep=ep)
-
-
-def given_topology(
-    gpus: int,
-    *,
-    per_host: int | None = None,
-    tp: int | None = None,
-    pp: int | None = None,
-    dp: int | None = None,
-    dcp: int = 1,
-    ep: int = 1,
-) -> Topology:
-    """Return the topology of `gpus` GPUs that the given sizes determine.
-
-    `tp` defaults to gpus / (pp x dp), and `dp` to gpus / (tp x pp) if `tp` is given. With several
-    hosts of `per_host` GPUs, `tp` defaults to at most `per_host`. If no size is given, each host is
-    a pipeline stage; otherwise `dp` takes the GPUs that are left. If `gpus` is 1, the user named a
-    GPU without a number, so any number of GPUs is allowed.
-
-    >>> print(given_topology(8, dp=2), "/", given_topology(8, tp=2), "/", given_topology(1, tp=4))
-    tp 4, dp 2 / tp 2, dp 4 / tp 4
-    >>> print(given_topology(16, per_host=8))
-    tp 8, pp 2
-    """
-    host = gpus if per_host is None else per_host
-    if tp is pp is dp is None and host < gpus:
-        pp = gpus // host
-    stages = 1 if pp is None else positive(pp, "pp")
-    left = max(1, gpus // (stages * (1 if dp is None else positive(dp, "dp"))))
-    ranks = min(left, host) if tp is None else positive(tp, "tp")
-    replicas = max(1, gpus // (stages * ranks)) if dp is None else dp
-    topology = Topology(tp=ranks, pp=stages, dp=replicas, dcp=dcp, ep=ep)
-    if gpus > 1 and topology.gpus != gpus:
-        raise AtlasError(
-            Code.CONTRADICTORY,
-            f"tp x pp x dp must be the number of GPUs, {gpus}",
-            got=f"{topology}, a product of {topology.gpus}",
-            hint="Change or omit tp, pp or dp, or name the GPU without a number",
-        )
-    if topology.ep > topology.gpus:
-        raise AtlasError(
-            Code.BAD_TOPOLOGY,
-            "`ep` must not exceed the number of GPUs",
-            got=f"ep {ep} with {topology.gpus} GPUs",
-            hint=f"Use an ep of at most {topology.gpus}",
-        )
-    return topology
+    machine, sizes = find_gpus(gpus), sizes_of(options)
+    listed = options.pop("kv_dtype", None)
+    names = [None] if listed is None else [name.strip() for name in str(listed).split(",")]
+    fits: list[Fit] = []
+    for name in dict.fromkeys(names):
+        fitting = Fitting(model, machine.gpu, kv_dtype=name, **options)
+        fits += fitting.fits(machine, sizes)
+    return best_of(fits)

@@ -23,7 +23,7 @@ _FAR = 1 << 62
 
 
 class SeenLayer:
-    """A layer in an engine's memory, with its block size and number of blocks."""
+    """A layer in an engine's memory, with its block size and its number of blocks."""
 
     group = 0
     offsets: tuple[int, ...]

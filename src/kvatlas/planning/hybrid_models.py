@@ -31,7 +31,7 @@ from kvatlas.planning.topology import check_vllm_topology
 
 
 class Yardstick:
-    """vLLM's plan for a `PlanRequest`, with which other plans are compared."""
+    """vLLM's plan for a `PlanRequest`: the reference for comparisons with other plans."""
 
     def __init__(self, request: PlanRequest, layers: list[SizedLayer] | None = None) -> None:
         self.request = request

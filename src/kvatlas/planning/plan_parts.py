@@ -162,7 +162,7 @@ class FieldPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The position of one field of a region's layers in their pool.
 
     A region has field placements if its fields are stored apart, for example K and V in two
-    tensors. The axes are those of the field in the layer's page, but two of them may be divided: C
+    tensors. The field has the same axes as in the layer's page, but two of them may be divided: C
     then counts tiles and c the elements of a tile; k counts groups of states and N the states of a
     group.
     """
@@ -189,7 +189,7 @@ class FieldPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return Placement(axes, (*sizes, *self.sizes), (*strides, *self.strides), self.offset, item)
 
     def describes(self, field: Field) -> bool:
-        """Return whether the axes and sizes match those of `field`, if divided axes are joined."""
+        """Return whether the axes and sizes match `field` after divided axes are joined."""
         names = {axis.name for axis in field.axes} - {"c"}
         tiles = {"c": "C", "k": "N"}
         whole = names & ({"C", "N"} - {field.sharding.axis})

@@ -188,9 +188,10 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
     def placement(self, layer: str, part: int = 0) -> Placement:
         """Return the offset, sizes and strides of a layer's pages in its pool.
 
-        The axes are B (block), H (head), N (state, usually one token) and C (bytes), and k (kernel
-        block in a block) if a block has several. If the layer's state is split, only the pages of
-        part `part` are included. Raises an error if the fields of the layer are stored apart.
+        The axes are B (block), H (head), N (state, usually one token) and C (bytes), and, if blocks
+        contain several kernel blocks, k (kernel block). If the state of a recurrent layer is split
+        into parts, only the pages of part `part` are included. Raises an error if the fields of the
+        layer are stored apart.
         """
         region, index = self.region_of(layer, part)
         return region.placement(self.tp, self.pool_of(layer).blocks).select("L", index)

@@ -32,7 +32,8 @@ class Padding(msgspec.Struct, frozen=True):
 def padding(plan: PlanData, length: int | None = None) -> Padding:
     """Return the bytes that a request of `length` tokens takes, and its padding, on all stages.
 
-    The bytes are those of one tensor-parallel rank of each stage. `length` defaults to `max_len`.
+    The bytes are counted for one tensor-parallel rank of each stage. `length` defaults to
+    `max_len`.
     """
     tokens = plan.max_len if length is None else length
     blocks = [g.blocks(tokens, in_flight=plan.in_flight, dcp=plan.dcp) for g in plan.groups]

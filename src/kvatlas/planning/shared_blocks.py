@@ -212,7 +212,7 @@ class SharedBlockSearch:
     def _held(self, tokens: Numbers, in_flight: int) -> Numbers:
         """Return the blocks per request in a group: an array [block size, kind of layer, length].
 
-        `tokens` contains the block sizes. The request lengths are those of `_few_lengths`.
+        `tokens` contains the block sizes. `_few_lengths` returns the request lengths.
         """
         lengths, dcp = self._few_lengths, self.request.dcp
         held = np.empty((len(tokens), len(self.kinds), len(lengths)), dtype=np.int64)

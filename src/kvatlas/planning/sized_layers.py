@@ -46,7 +46,7 @@ Kind = Literal[
     "ring",
 ]
 
-FULL_KINDS = ("full_attention", "mla_attention", "sink_full_attention")
+FULL_KINDS: tuple[Kind, ...] = ("full_attention", "mla_attention", "sink_full_attention")
 SLIDING_KINDS = ("sliding_window", "sliding_window_mla")
 LOCAL_KINDS = (*SLIDING_KINDS, "chunked_local_attention")
 FIXED_KINDS = ("recurrent", "ring")

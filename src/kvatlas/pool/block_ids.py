@@ -73,7 +73,9 @@ class BlockIds:
         self.null_block = null_block
         """Whether block 0 is reserved. Engines put it into unused entries of block tables."""
         first = 1 if null_block else 0
-        self._free = list(range(count - 1, first - 1, -1))
+        self._stack = np.arange(count)[::-1].copy()
+        """Ids of free blocks, in the first `_waiting` elements. The last of them is taken first."""
+        self._waiting = count - first if count else 0
         self._owners = array("i", bytes(4 * count))
         if null_block and count:
             self._owners[0] = 1  # never taken or released
@@ -106,7 +108,7 @@ class BlockIds:
     @property
     def free(self) -> int:
         """Number of blocks that can be taken: free blocks, and kept blocks without an owner."""
-        return len(self._free) + self._idle
+        return self._waiting + self._idle
 
     @property
     def kept(self) -> int:
@@ -124,29 +126,34 @@ class BlockIds:
 
     def take(self) -> int:
         """Take a block for one owner and return its id."""
-        if not self._free:
+        if not self._waiting:
             self.require(1)
             self._evict(1)
-        block = self._free.pop()
+        self._waiting -= 1
+        block = int(self._stack[self._waiting])
         self._owners[block] = 1
         return block
 
     def take_many(self, count: int) -> list[int]:
         """Take `count` blocks and return their ids. If there are too few, raise and take none."""
+        taken: list[int] = self.take_array(count).tolist()
+        return taken
+
+    def take_array(self, count: int) -> Int64s:
+        """Take `count` blocks as `take_many` does, and return their ids as an array."""
         self.require(count)
-        if count > len(self._free):
-            self._evict(count - len(self._free))
-        taken = self._free[len(self._free) - count :]
-        del self._free[len(self._free) - count :]
-        taken.reverse()
-        self._arrays.owners[np.array(taken, np.int64)] = 1
+        if count > self._waiting:
+            self._evict(count - self._waiting)
+        self._waiting -= count
+        taken = self._stack[self._waiting : self._waiting + count][::-1].copy()
+        self._arrays.owners[taken] = 1
         return taken
 
     def share(self, blocks: Sequence[int]) -> None:
         """Add an owner to each block. Each block must already have an owner or be kept."""
         many = self._arrays.distinct(blocks)
         if many is not None:
-            self._share_many(many)
+            self.share_array(many)
             return
         owners, kept, woken = self._owners, self._kept, self._woken
         asleep = {block for block in blocks if block != NO_BLOCK and not owners[block]}
@@ -160,7 +167,8 @@ class BlockIds:
             if block != NO_BLOCK:
                 owners[block] += 1
 
-    def _share_many(self, ids: Int64s) -> None:
+    def share_array(self, ids: Int64s) -> None:
+        """Add an owner to each block of an array of distinct ids, as `share` does."""
         owners, kept, woken, _ = self._arrays
         asleep = ids[owners[ids] == 0]
         if not kept[asleep].all():
@@ -181,7 +189,7 @@ class BlockIds:
         """Return whether the content of a block is kept for reuse and must not be changed."""
         return bool(self._kept[block])
 
-    def keep(self, blocks: Sequence[int]) -> None:
+    def keep(self, blocks: Sequence[int] | Int64s) -> None:
         """Mark blocks as kept: their content can be reused until they are evicted."""
         ids = np.array(blocks, np.int64)
         owned = self._arrays.owners[ids] > 0
@@ -193,7 +201,7 @@ class BlockIds:
         """Remove one owner of each block. Blocks without owners become free, unless kept."""
         many = self._arrays.distinct(blocks)
         if many is not None:
-            self._release_many(many)
+            self.release_array(many)
             return
         owners, kept, idle = self._owners, self._kept, []
         null = 0 if self.null_block else NO_BLOCK
@@ -208,11 +216,13 @@ class BlockIds:
                 if kept[block]:
                     idle.append(block)
                 else:
-                    self._free.append(block)
+                    self._stack[self._waiting] = block
+                    self._waiting += 1
         if idle:
             self._rest(np.array(idle, np.int64))
 
-    def _release_many(self, ids: Int64s) -> None:
+    def release_array(self, ids: Int64s) -> None:
+        """Remove one owner of each block of an array of distinct ids, as `release` does."""
         owners, kept, *_ = self._arrays
         left = owners[ids] - 1
         wrong = (left < 0) | (ids == 0) if self.null_block else left < 0
@@ -221,21 +231,38 @@ class BlockIds:
         owners[ids] = left
         last = ids[left == 0]
         stays = kept[last]
-        self._free += last[~stays].tolist()
+        self._put_back(last[~stays])
         if stays.any():
             self._rest(last[stays])
+
+    def _put_back(self, ids: Int64s) -> None:
+        """Add free blocks to the stack. The last of them is taken first."""
+        self._stack[self._waiting : self._waiting + len(ids)] = ids
+        self._waiting += len(ids)
+
+    def discard(self, blocks: Sequence[int] | Int64s) -> None:
+        """Stop keeping the content of these blocks. Blocks without an owner become free."""
+        ids = np.array(blocks, np.int64)
+        owners, kept, *_ = self._arrays
+        if self._eviction is not None:
+            self._eviction.forget(ids)
+        idle = ids[kept[ids] & (owners[ids] == 0)]
+        kept[ids] = False
+        self._idle -= len(idle)
+        self._put_back(idle)
 
     def drop(self) -> list[int]:
         """Stop keeping the content of all blocks. Return the ids of the blocks that become free."""
         owners, kept, *_ = self._arrays
         found = np.flatnonzero(kept)
-        idle: list[int] = found[owners[found] == 0].tolist()
+        idle = found[owners[found] == 0]
         if len(found) and self._eviction is not None:
             self._eviction.forget(found)
         kept[:] = False
         self._idle = 0
-        self._free += idle
-        return idle
+        self._put_back(idle)
+        dropped: list[int] = idle.tolist()
+        return dropped
 
     def evict(self, blocks: Sequence[int]) -> None:
         """Evict these kept blocks now, whatever their position in the eviction order."""
@@ -261,7 +288,11 @@ class BlockIds:
         self._clock += 1
         self._arrays.woken[idle] = False
         self._idle += len(idle)
-        self._eviction.used(idle, Use(self._clock))
+        self._eviction.used(idle, self._use(idle))
+
+    def _use(self, ids: Int64s) -> Use:  # noqa: ARG002 - for subclasses
+        """Return what the eviction policy is told about blocks without an owner."""
+        return Use(self._clock)
 
     def _evict(self, count: int) -> None:
         if self._eviction is None:
@@ -269,13 +300,16 @@ class BlockIds:
         self._let_go(self._eviction.victims(count, self._arrays.woken))
 
     def _let_go(self, ids: Int64s) -> None:
-        """Move kept blocks to the free list. `take` then returns them in the given order."""
-        victims: list[int] = ids.tolist()
+        """Make kept blocks free. `take` then returns them in the given order."""
         self._arrays.kept[ids] = False
-        self._idle -= len(victims)
-        self._free += reversed(victims)
+        self._idle -= len(ids)
+        self._put_back(ids[::-1])
+        self._lose(ids)
+
+    def _lose(self, ids: Int64s) -> None:
+        """Report evicted blocks."""
         if self._evicted is not None:
-            self._evicted(victims)
+            self._evicted(ids.tolist())
 
 
 def _without_owner(block: int) -> AtlasError:

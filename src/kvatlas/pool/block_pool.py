@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from kvatlas.pool.group_needs import (
     hash_grain,
     hit_step,
     needed_blocks,
+    release_order,
     reuses_prefixes,
 )
 from kvatlas.pool.one_call import CallGuard, one_call_at_a_time
@@ -100,25 +102,26 @@ class BlockPool:
         sizes: dict[int, int] = {}
         for one in plan.pools:
             sizes[one.index] = min(one.blocks, sizes.get(one.index, one.blocks))
+        self._index = PrefixIndex(plan, partial_hits=partial_hits)
         self.ids = {
             index: BlockIds(
                 blocks,
                 null_block=null_block,
-                eviction=kind(blocks),
-                evicted=lambda victims, index=index: self._lost(index, victims),  # type: ignore[misc]
+                eviction=kind(blocks, content=partial(self._index.name, index)),
+                evicted=partial(self._lost, index),
             )
             for index, blocks in sizes.items()
         }
         """The block ids of each pool, by pool index."""
         self._calls = CallGuard()
         self._requests: dict[Hashable, _Request] = {}
-        self._index = PrefixIndex(plan, partial_hits=partial_hits)
         self._listener = events
         self._news: list[BlockEvent] = []
         """Events that are sent to the listener at the end of the current call."""
         self._seen = SeenPrefixes(SEEN * sum(sizes.values()))
         self._shares = checkpoint_shares(plan, self.ids, self.checkpoints.share)
         self._reuses = reuses_prefixes(plan)
+        self._release_order = release_order(plan)
         self._step, self._grain = hit_step(plan), hash_grain(plan)
 
     def __repr__(self) -> str:
@@ -265,16 +268,45 @@ class BlockPool:
 
     @one_call_at_a_time
     def free(self, request: Hashable) -> None:
-        """End a request and release its blocks, the last block first. Keep published blocks."""
+        """End a request and release its blocks. Published blocks are kept.
+
+        In all groups, blocks at the end of the request are evicted before blocks at its beginning.
+        """
         self._end(request)
 
     def _end(self, request: Hashable) -> int:
         """Release the blocks of a request and return its number of computed tokens."""
         asked = self._get(request)
         del self._requests[request]
-        for group, table in zip(self.plan.groups, asked.tables, strict=True):
-            self.ids[group.pool].release(table[::-1])
+        for groups in self._release_order.values():
+            self._release(
+                [(n, asked.gone[n], asked.tables[n][asked.gone[n] :]) for n in groups],
+                asked.computed,
+            )
         return asked.computed
+
+    def _release(self, parts: list[tuple[int, int, list[int]]], computed: int) -> None:
+        """Release blocks of one pool by position, the last position first.
+
+        `parts` has, for each group in release order, the group, the table entry of its first block
+        and the blocks. The position of a block is its end in tokens. A recurrent state is at
+        `computed`, the number of computed tokens of the request.
+        """
+        parts = [part for part in parts if part[2]]
+        if not parts:
+            return
+        ids = self.ids[self.plan.groups[parts[0][0]].pool]
+        if len(parts) == 1:
+            ids.release(parts[0][2][::-1])
+            return
+        positions = []
+        for index, first, blocks in parts:
+            group = self.plan.groups[index]
+            ends = np.arange(first + 1, first + len(blocks) + 1) * group.block
+            positions.append(ends if group.kind != "recurrent" else ends * 0 + computed)
+        every = np.concatenate([blocks for _, _, blocks in parts])
+        order = np.argsort(-np.concatenate(positions), kind="stable")
+        ids.release(every[order].tolist())
 
     @one_call_at_a_time
     def preempt(self, request: Hashable) -> int:
@@ -302,7 +334,7 @@ class BlockPool:
     def _require_new(self, request: Hashable) -> None:
         if request in self._requests:
             problem = "A request with this name already exists"
-            hint = "Free it first, or use another name"
+            hint = "Free that request first, or use another name"
             raise AtlasError(Code.TWICE, problem, got=repr(request), hint=hint)
 
     def _get(self, request: Hashable) -> _Request:
@@ -321,15 +353,19 @@ class BlockPool:
 
     def _leave_behind(self, asked: _Request) -> None:
         """Release the blocks that have left the windows of all layers of their group."""
-        for index, (group, table) in enumerate(zip(self.plan.groups, asked.tables, strict=True)):
-            if group.kind in ("recurrent", "ring", "cross_attention"):
-                continue
-            stop = min(first_needed(group, asked.computed) // group.block, len(table))
-            gone = asked.gone[index]
-            if stop > gone:
-                self.ids[group.pool].release(table[gone:stop][::-1])
-                table[gone:stop] = [NO_BLOCK] * (stop - gone)
-                asked.gone[index] = stop
+        for groups in self._release_order.values():
+            left = []
+            for index in groups:
+                group, table = self.plan.groups[index], asked.tables[index]
+                if group.kind in ("recurrent", "ring", "cross_attention"):
+                    continue
+                stop = min(first_needed(group, asked.computed) // group.block, len(table))
+                gone = asked.gone[index]
+                if stop > gone:
+                    left.append((index, gone, table[gone:stop]))
+                    table[gone:stop] = [NO_BLOCK] * (stop - gone)
+                    asked.gone[index] = stop
+            self._release(left, asked.computed)
 
     def _entries(self, index: int, asked: _Request, tokens: int) -> int:
         """Return how many blocks must be added to a group's block table to hold `tokens` tokens."""
@@ -440,20 +476,32 @@ class BlockPool:
         return [one * self._step for one in chosen if begun < one <= stop]
 
     def _keep(self, index: int, chain: HashChain, first: int, blocks: list[int]) -> bool:
-        """Publish a group's blocks from table entry `first` on. Return whether any is new."""
+        """Publish a group's blocks from table entry `first` on. Return whether any is new.
+
+        A block that was computed again replaces its cached copy, so that it is evicted last.
+        """
         group, kept = self.plan.groups[index], False
         share = None if self._index.groups[index].keeps_all else self._shares.get(group.pool)
         if share is not None:
             found = self._index.found(index, chain, first, len(blocks))
             if not share.make_room(len(blocks) - len(found), found):
                 return False
-        for start, part in self._index.add(index, chain, first, blocks):
-            self.ids[group.pool].keep(part)
+        ids, added = self.ids[group.pool], self._index.add(index, chain, first, blocks)
+        for start, part in added.runs:
+            ids.keep(part)
             if share is not None:
                 share.use(part)
             kept = True
             if self._listener:
                 self._news.append(stored_event(index, group, chain, start, len(part)))
+        if added.replaced:
+            old, new = map(list, zip(*added.replaced, strict=True))
+            ids.keep(new)
+            ids.discard(old)
+            if share is not None:
+                share.lose(old)
+                share.use(new)
+            kept = True
         return kept
 
     def _lost(self, pool: int, blocks: list[int]) -> None:

@@ -8,7 +8,7 @@ from itertools import islice
 
 from kvatlas.planning import Plan
 from kvatlas.pool.block_ids import BlockIds
-from kvatlas.specs import Visibility
+from kvatlas.pool.group_needs import keeps_all
 
 
 class CheckpointShare:
@@ -66,8 +66,7 @@ def checkpoint_shares(
         return {}
     kinds: dict[int, set[bool]] = {}
     for group in plan.groups:
-        sparse = group.kind == "recurrent" or group.visibility != Visibility()
-        kinds.setdefault(group.pool, set()).add(sparse)
+        kinds.setdefault(group.pool, set()).add(keeps_all(group))
     return {
         pool: CheckpointShare(ids[pool], int(share * ids[pool].count))
         for pool, found in kinds.items()

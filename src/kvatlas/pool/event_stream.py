@@ -240,7 +240,7 @@ class EventSubscriber:
         self._expected = expected
 
     def _ask_again(self, first: int, stop: int) -> list[tuple[int, EventBatch]]:
-        """Request batches first .. stop - 1 and return those that are still available, in order."""
+        """Request batches first .. stop - 1; return the available batches, in order."""
         if self._replay_endpoint is None:
             return []
         zmq = _zmq()

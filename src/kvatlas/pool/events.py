@@ -141,7 +141,7 @@ def stored_event(
 ) -> BlockStored:
     """Return the event that reports `blocks` newly stored blocks of group `number`.
 
-    The blocks are those at index `first` and after it in the group's block table.
+    The blocks start at index `first` of the group's block table.
     """
     size, stop = group.block, first + blocks
     identity, keys = chain.identity, None

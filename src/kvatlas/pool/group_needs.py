@@ -6,7 +6,7 @@ from math import gcd, lcm
 
 from kvatlas.geometry.integers import ceil_div
 from kvatlas.planning import Group, Plan
-from kvatlas.specs import Attention, CrossAttention, Indexer, LatentAttention, Spec
+from kvatlas.specs import Attention, CrossAttention, Indexer, LatentAttention, Spec, Visibility
 
 
 def first_needed(group: Group, tokens: int) -> int:
@@ -74,6 +74,28 @@ def last_without_need(group: Group, tokens: int) -> int:
     first = first_needed(group, tokens)
     chunked = group.kind in ("chunked_local_attention", "ring")
     return first if chunked or first == tokens else 0
+
+
+def keeps_all(group: Group) -> bool:
+    """Return whether every earlier token is needed to continue."""
+    return group.kind != "recurrent" and group.visibility == Visibility()
+
+
+def release_order(plan: Plan) -> dict[int, list[int]]:
+    """Return, by pool, its groups in the order in which they release blocks of one position.
+
+    A state or a window is useless without full attention's blocks before it, so it is released
+    first. Alike groups are adjacent.
+    """
+    alike: dict[tuple[int, tuple[object, ...]], list[int]] = {}
+    for index, group in enumerate(plan.groups):
+        rank = 0 if group.kind == "recurrent" else 1 + keeps_all(group)
+        kind = (group.kind, group.visibility, group.block, group.pool)
+        alike.setdefault((rank, kind), []).append(index)
+    order: dict[int, list[int]] = {}
+    for _, groups in sorted(alike.items(), key=lambda item: (item[0][0], item[1][0])):
+        order.setdefault(plan.groups[groups[0]].pool, []).extend(groups)
+    return order
 
 
 def hit_step(plan: Plan) -> int:

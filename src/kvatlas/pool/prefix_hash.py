@@ -38,7 +38,7 @@ class PrefixIdentity(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return sha256(msgspec.msgpack.encode(parts)).digest()
         except UnicodeEncodeError as error:
-            problem = "The names of weights and adapter must be encodable as UTF-8"
+            problem = "The names of the weights and the adapter must be encodable as UTF-8"
             hint = "Remove unpaired surrogates"
             raise AtlasError(Code.BAD_CONFIG, problem, got=repr(error.object), hint=hint) from None
 

@@ -10,8 +10,9 @@ to the position where the prompt's tokens would be inserted.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import repeat, takewhile
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,12 +21,12 @@ from kvatlas.planning import Group, Plan
 from kvatlas.pool.group_needs import (
     can_be_cut,
     hit_step,
+    keeps_all,
     last_without_need,
     needed_blocks,
     reuses_prefixes,
 )
 from kvatlas.pool.prefix_hash import TOKEN, HashChain
-from kvatlas.specs import Visibility
 
 
 class BlockName(msgspec.Struct, frozen=True, order=True, gc=False):
@@ -50,7 +51,7 @@ class GroupIndex:
         """Whether a hit may end inside a block, so that only its first tokens match."""
         self.blocks: dict[bytes, int] = {}
         """Block ids by the hash of the prefix up to the end of the block."""
-        self.keeps_all = group.kind != "recurrent" and group.visibility == Visibility()
+        self.keeps_all = keeps_all(group)
         """Whether every earlier token is needed to continue."""
         self._behind: dict[bytes, BlockName | list[BlockName]] = {}
         """By hash of a prefix, the blocks that follow it: usually one name, or a sorted list."""
@@ -178,6 +179,15 @@ class GroupIndex:
         self._behind.clear()
 
 
+class Added(NamedTuple):
+    """The effect of adding blocks to the index."""
+
+    runs: list[tuple[int, list[int]]]
+    """(first entry, blocks) of each run of blocks whose prefixes were not in the index."""
+    replaced: list[tuple[int, int]]
+    """(old block, new block) for each prefix that was in the index with another block."""
+
+
 class PrefixIndex:
     """The cached blocks of all groups of a plan.
 
@@ -220,25 +230,32 @@ class PrefixIndex:
     def _whole(self, tokens: int) -> int:
         return max(tokens, 0) // self._step * self._step
 
-    def add(
-        self, number: int, chain: HashChain, first: int, blocks: list[int]
-    ) -> Iterator[tuple[int, list[int]]]:
-        """Add a group's blocks as entries first, first + 1, ..., except those already in the index.
+    def add(self, number: int, chain: HashChain, first: int, blocks: list[int]) -> Added:
+        """Add a group's blocks as entries first, first + 1, ...
 
-        Yields (first entry, blocks) for each run of added blocks.
+        A block replaces the block that is in the index for the same prefix. Blocks that are in the
+        index already are skipped.
         """
         group = self.groups[number]
         names, found = self._names[group.group.pool], group.blocks
         digests = chain.ends(group.group.block, first, first + len(blocks))
+        replaced = []
         if found.keys().isdisjoint(digests) and names.keys().isdisjoint(blocks):
             stretches = [(0, len(blocks))] if blocks else []
         else:
-            pairs = zip(digests, blocks, strict=True)
+            pairs = list(zip(digests, blocks, strict=True))
             stretches = _stretches([d not in found and b not in names for d, b in pairs])
+            for digest, block in pairs:
+                if digest in found and block not in names:
+                    replaced.append((found[digest], block))
+                    names[block] = names.pop(found[digest])
+                    found[digest] = block
+        runs = []
         for start, stop in stretches:
             part = blocks[start:stop]
             names.update(zip(part, group.add(part, chain, first + start), strict=True))
-            yield first + start, part
+            runs.append((first + start, part))
+        return Added(runs, replaced)
 
     def found(self, number: int, chain: HashChain, first: int, count: int) -> set[int]:
         """Return the ids of the blocks in the index for entries first .. first + count - 1.
@@ -248,6 +265,10 @@ class PrefixIndex:
         group = self.groups[number]
         digests = chain.ends(group.group.block, first, first + count)
         return {group.blocks[one] for one in digests if one in group.blocks}
+
+    def name(self, pool: int, block: int) -> BlockName:
+        """Return the key of a pool's block."""
+        return self._names[pool][block]
 
     def remove(self, pool: int, blocks: Iterable[int]) -> list[BlockName]:
         """Remove blocks of a pool from the index, and return their keys."""

@@ -113,8 +113,8 @@ class Copy:
     def runs(self) -> tuple[Int64s, Int64s, Int64s]:
         """Return (source offsets, destination offsets, lengths) of all runs, span by span.
 
-        Raises an error if the copy casts elements, because they then have different sizes in source
-        and destination.
+        Raises an error if the copy casts elements, because they then have different sizes at the
+        two ends.
         """
         if self.cast is not None:
             problem = "A copy that casts elements cannot be expressed as runs of bytes"
@@ -199,8 +199,8 @@ class CompiledPair(NamedTuple):
     """The runs that copy the states of a source group to a destination group, for any block ids.
 
     `states` are the runs that copy one state, usually a token. `whole` are the longer runs that
-    copy a cell: all states of one or several contiguous kernel blocks. `whole` is empty if
-    the cells of source and destination have different numbers of states.
+    copy a cell: all states of one or several contiguous kernel blocks. `whole` is empty if the
+    cells of the two ends have different numbers of states.
     """
 
     pair: GroupPair
@@ -294,7 +294,7 @@ def count_ranges(compiled: CompiledPair, bound: BoundStates, cuts: int) -> int:
 def _folded(
     compiled: CompiledPair, bound: BoundStates
 ) -> Iterator[tuple[list[RepeatedRuns], BoundStates, bool]]:
-    """Divide bound states into those that fill whole cells and the rest.
+    """Divide bound states into states that fill whole cells and other states.
 
     A cell is a kernel block, or several contiguous kernel blocks. Yield (runs, states, True) for
     whole cells, which have longer runs, and (runs, states, False) for the rest.

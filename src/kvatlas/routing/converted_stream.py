@@ -1,6 +1,6 @@
 """`ConvertedStream`: a request whose content changes format during the transfer.
 
-Other routes copy runs of bytes that are equal in source and destination. If the formats differ, no
+Other routes copy runs of bytes that are equal at both ends. If the formats differ, no
 bytes are equal, so a converting route works in cells: the fields of one head and state, or one
 element of a recurrent state. Both ends enumerate the cells in the same order, independent of their
 page layouts: box by box, within a box by state in request order, within a state by layer, head and
@@ -179,7 +179,7 @@ class ConvertedStream:
         return all(one.box.by_element for one in self.sections)
 
     def grids(self) -> list[Copy] | None:
-        """Return `Copy` objects that cast elements from source to destination pages; cached.
+        """Return copies that cast elements from source to destination pages. The result is cached.
 
         Returns None if the conversion is not element-wise.
         """

@@ -77,7 +77,7 @@ class PlanEnd:
 
     @cached_property
     def _page_offsets(self) -> dict[tuple[int, str], dict[int, dict[str, int]]]:
-        """The result of `page_offsets` by (region, field), then part, then layer.
+        """Page offsets by (region, field), then part, then layer.
 
         The field is an empty string unless the fields of the region are stored apart.
         """
@@ -122,11 +122,11 @@ class PlanEnd:
         return self.plan.regions[part.region]
 
     def views(self, layer: str, part: LayerPart) -> Views:
-        """Return the fields of one part of a layer by name, without padding; cached."""
+        """Return the fields of a layer's part by name, without padding. The result is cached."""
         return self._all_views(layer, part)[0]
 
     def padding_after(self, layer: str, part: LayerPart) -> Views:
-        """Return the padding that directly follows each field in its page, by name of the field."""
+        """Return the padding that directly follows each field in its page, by field name."""
         return self._all_views(layer, part)[1]
 
     def _all_views(self, layer: str, part: LayerPart) -> tuple[Views, Views]:

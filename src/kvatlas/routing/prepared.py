@@ -34,7 +34,7 @@ Base = int | Mapping[int, int]
 
 
 class RankMemory(NamedTuple):
-    """Base addresses and device of one rank's pools."""
+    """The base addresses and the device of one rank's pools."""
 
     plan: Plan
     rank: int
@@ -131,7 +131,7 @@ class PreparedRoute:
         return self._rows(1)
 
     def strided(self, end: int) -> NDArray[np.uint64]:
-        """Return source or destination descriptors: rows (address, length, device, stride, count).
+        """Return the descriptors of one end: rows (address, length, device, stride, count).
 
         Each row represents `count` descriptors that are `stride` bytes apart, one per block, in
         the order of `source` or `destination`. Transports that support strides take these rows

@@ -136,7 +136,7 @@ def check_tables(
 
     Every group of the rank needs a table that covers the tokens. Blocks that hold needed states
     must be in the pool and appear once. Entries that are not needed may have any value and are
-    returned as -1. For a window, the needed states include those to which the last `recompute`
+    returned as -1. For a window, the needed states include all states to which the last `recompute`
     tokens attend. With `layers`, only the groups of those layers need a table. `end` names the plan
     in error messages.
 

@@ -4,8 +4,8 @@ The order depends only on the two plans, the ranks, the block tables, the tokens
 Both ends of a transfer therefore derive the same order, and a start and a stop describe a piece
 completely. The stream contains one pair of groups after another. The states of a pair are divided
 into chunks, in request order. Within a chunk, runs are sorted by destination and joined if they are
-adjacent in both source and destination. All states of a pair have the same number of bytes, so a
-division finds the chunk of any position, and only that chunk is computed.
+adjacent at both ends. All states of a pair have the same number of bytes, so a division finds the
+chunk of any position, and only that chunk is computed.
 
 A chunk has about `CHUNK_RUNS` runs. If a chunk would have more runs, because elements are copied
 one by one, the strips of the pair are divided into sections. The chunk boundaries are part of the

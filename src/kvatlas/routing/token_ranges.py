@@ -50,8 +50,8 @@ def needed_states(visibility: Visibility, per_state: int, start: int, stop: int)
 def ring_states(visibility: Visibility, start: int, stop: int) -> tuple[int, int]:
     """Return (first, stop) of the tokens whose rows in a ring are copied.
 
-    A ring stores the tokens of one group. The copied tokens are those of the range that are in the
-    same group as its last token.
+    A ring stores the tokens of one group. The copied tokens are the tokens of the range in the same
+    group as its last token.
 
     >>> group = Visibility(chunk=4)
     >>> ring_states(group, 0, 11), ring_states(group, 0, 12), ring_states(group, 10, 12)

@@ -81,7 +81,7 @@ def choose(
 def _that_differ(
     model: PoolModel, policies: tuple[tuple[str, str], ...]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the policies for which hits may differ from those of the first round's policy.
+    """Yield the policies whose hits may differ from the hits of the first round's policy.
 
     For a model without windows and recurrent states, all checkpoint policies have the same hits.
     """

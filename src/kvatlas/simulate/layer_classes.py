@@ -28,6 +28,10 @@ class LayerClass:
     """Number of blocks per span (or per state), in all groups of the class together."""
     visibility: Visibility = EVERYTHING
     block_bytes: int = 1
+    groups: int = 1
+    """Number of groups."""
+    block: int = 0
+    """Number of tokens per block; 0 if it is that of a span."""
 
     def first(self, ends: Ints, step: int) -> Ints:
         """For each n in `ends`, return the first span that is needed to continue after n spans.
@@ -63,6 +67,8 @@ class PoolModel:
     """Number of blocks of each pool, without the null block."""
     groups: tuple[Group, ...] = ()
     dcp: int = 1
+    rings: tuple[int, ...] = ()
+    """Number of blocks that each request takes in each pool for rings; empty if there are none."""
 
     @classmethod
     def of(cls, plan: Plan, *, by_group: bool = False) -> PoolModel:
@@ -97,11 +103,16 @@ class PoolModel:
                 blocks=number * (1 if recurrent else ceil_div(step, block * plan.dcp)),
                 visibility=seen,
                 block_bytes=sizes[index][1] * plan.tp,
+                groups=number,
+                block=block * plan.dcp,
             )
             for (recurrent, seen, block, index, _), number in alike.items()
         ]
         blocks = tuple(sizes[index][0] - 1 for index in sorted(sizes))
-        return cls(step, tuple(classes), blocks, plan.groups, plan.dcp)
+        rings = [0] * len(blocks)
+        for group in plan.groups:
+            rings[order[group.pool]] += group.kind == "ring"
+        return cls(step, tuple(classes), blocks, plan.groups, plan.dcp, tuple(rings))
 
     @classmethod
     def plain(cls, step: int, blocks: int) -> PoolModel:
@@ -109,7 +120,7 @@ class PoolModel:
         return cls(step, (LayerClass("all", 0, 1),), (blocks,))
 
     def in_flight(self, lengths: Ints, spans: Ints) -> Ints:
-        """Return the blocks that each running request holds, except those of complete spans.
+        """Return the blocks that each running request holds outside of complete spans.
 
         These are the block that is being filled, the blocks of the answer and of windows, and the
         recurrent states that are being written. The result is an array [pool, request].

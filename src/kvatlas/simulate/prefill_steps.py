@@ -6,6 +6,7 @@ step. If only some states are kept, steps also end at their positions and at the
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,8 +19,8 @@ BATCHED_TOKENS = 8192
 def batched_tokens(plan: Plan) -> int:
     """Return the maximum number of tokens per step that a plan assumes.
 
-    It is `plan.in_flight` / (pp + 1): the tokens in flight are those of one step for each of the pp
-    pipeline stages, and of one more step.
+    It is `plan.in_flight` / (pp + 1), because one step for each of the pp pipeline stages and one
+    more step are in flight.
     """
     return plan.in_flight // (plan.pp + 1) or BATCHED_TOKENS
 
@@ -38,7 +39,7 @@ class PrefillSteps:
     def between(self, start: int, stop: int, kept: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield (start, stop) of each step: it computes tokens start .. stop - 1.
 
-        `kept` are the numbers of tokens after which a recurrent state is kept.
+        `kept` are the numbers of tokens after which a recurrent state is kept, ascending.
 
         >>> list(PrefillSteps(100, 16, ends_at_blocks=True).between(32, 200, [64, 192]))
         [(32, 64), (64, 160), (160, 192), (192, 200)]
@@ -53,6 +54,7 @@ class PrefillSteps:
                     end = whole
                 if start % self.block:
                     end = min(end, (start // self.block + 1) * self.block)
-                end = min((one for one in kept if start < one < end), default=end)
+                later = bisect_right(kept, start)
+                end = min(kept[later], end) if later < len(kept) else end
             yield start, end
             start = end

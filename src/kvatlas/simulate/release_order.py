@@ -40,7 +40,7 @@ def by_group(
     *,
     in_parts: bool,
 ) -> Ordered:
-    """Return entries in vLLM's order: those freed during prefill, then the rest group by group.
+    """Return entries in vLLM's order: first those freed during prefill, then the others by group.
 
     `entries` contains the entries of each class, and `parts` the index of each entry's span in the
     request. During prefill, windows and recurrent layers free the spans that they no longer need.

@@ -2,8 +2,8 @@
 
 An entry is a span of one layer class: an integer with the class in the high bits and the span in
 the low bits. A request finds the longest prefix that every class can serve, and adds its new
-entries. Subclasses define how space is made for them. All operations work on arrays, so a request
-takes microseconds and a span takes nanoseconds.
+entries. Subclasses define which entries are evicted for new ones. All operations work on arrays, so
+a request takes microseconds and a span takes nanoseconds.
 """
 
 from __future__ import annotations

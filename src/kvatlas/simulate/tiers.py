@@ -43,7 +43,7 @@ class LowerTier:
                 Code.BAD_SIZE,
                 "The share of a tier for checkpoints must be greater than 0 and less than 1",
                 got=f"state_share={self.state_share}",
-                hint="Pass for example state_share=0.25, or state_share=None to reserve nothing",
+                hint="Pass state_share=0.25, for example, or state_share=None to reserve nothing",
             )
 
     @classmethod

@@ -194,8 +194,8 @@ class VllmReplay(ReplayBase):
         """Take blocks for the tokens up to `stop`. Full attention takes blocks up to `end`.
 
         In the last step, `end` includes the answer. Windows and recurrent layers need no blocks for
-        the answer, because they reuse those that they free. Blocks of the answer never get a hash,
-        because a trace does not contain the tokens of answers.
+        the answer, because they reuse the blocks that they free. Blocks of the answer never get a
+        hash, because a trace does not contain the tokens of answers.
         """
         needs = [0] * len(self._blocks)
         for some, table, _ in served:

@@ -1,10 +1,10 @@
 """Specs of attention that caches K and V for each head.
 
-The specs differ in the tokens that a request must keep, not in the bytes of a page. Full
-attention keeps all tokens. Sliding attention keeps the last `window` tokens, chunked attention
-those since the last multiple of `chunk`, sink attention the first `sink_tokens` and the last
-`window`, and cross-attention those of the encoder. Encoder-only attention keeps none. One base
-class therefore defines the page, and each spec adds one or two parameters.
+The specs differ in the tokens that a request must keep, not in the bytes of a page. Full attention
+keeps all tokens. Sliding attention keeps the last `window` tokens, chunked attention the tokens
+since the last multiple of `chunk`, sink attention the first `sink_tokens` and the last `window`,
+and cross-attention the tokens of the encoder. Encoder-only attention keeps none. One base class
+therefore defines the page, and each spec adds one or two parameters.
 
 `packing` specifies where K and V are in the page:
 
@@ -179,7 +179,7 @@ class SinkAttention(Attention, frozen=True, kw_only=True, tag="sink_attention"):
     """Attention to the first `sink_tokens` tokens and the last `window` tokens.
 
     If `window` is None, all tokens are kept. Do not use this spec for sinks that are learned
-    logits: those have no K and V rows to cache.
+    logits: such sinks have no K and V rows.
     """
 
     sink_tokens: int

@@ -21,7 +21,8 @@ from kvatlas.specs.base import Spec, bad_spec, check, check_page, plain_dtype
 class State(NamedTuple):
     """One state of a layer, such as `conv` or `ssm`.
 
-    `axes` are pairs of axis name and size in the whole model, outermost first in memory.
+    `axes` contains a pair (axis name, size in the whole model) for each axis, outermost first in
+    memory.
     """
 
     name: str
@@ -101,7 +102,7 @@ class Mamba1(_WithConv, frozen=True, kw_only=True, tag="mamba1"):
     ssm_dtype: str = "bf16"
 
     def layer_states(self) -> tuple[State, ...]:
-        """Return `conv`, the last inputs of each channel, and `ssm` [channels, state_size]."""
+        """Return `conv` (the last inputs of each channel) and `ssm` [channels, state_size]."""
         rows = Sharding.by_sections("R", Section(self.inner))
         ssm = State("ssm", self.ssm_dtype, (("R", self.inner), ("S", self.state_size)), rows)
         return self._conv(Section(self.inner)), ssm

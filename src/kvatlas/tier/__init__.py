@@ -5,15 +5,12 @@ Blocks that were stored from one topology can be fetched into any other.
 
 from kvatlas.tier.chained_keys import prefix_keys
 from kvatlas.tier.converting import Converting
-from kvatlas.tier.file_owner import socket_beside
-from kvatlas.tier.index import StoreResult
 from kvatlas.tier.opening import open_store, open_tier
 from kvatlas.tier.prefix_finder import PrefixFinder
 from kvatlas.tier.served.client import TierClient
 from kvatlas.tier.served.server import TierServer
 from kvatlas.tier.served.sharing import share_file, share_memory
 from kvatlas.tier.store_tier import StoreTier
-from kvatlas.tier.stored_rows import OtherRows
 from kvatlas.tier.stores import (
     BucketStore,
     EncryptedStore,
@@ -36,10 +33,8 @@ __all__ = [
     "KeyFolder",
     "MooncakeStore",
     "ObjectStore",
-    "OtherRows",
     "PrefixFinder",
     "RedisStore",
-    "StoreResult",
     "StoreTier",
     "Tier",
     "TierClient",
@@ -50,5 +45,4 @@ __all__ = [
     "prefix_keys",
     "share_file",
     "share_memory",
-    "socket_beside",
 ]

@@ -80,7 +80,7 @@ def check_converting(convert: object) -> None:
     """Raise an error unless `convert` is a `Converting`. A plain name would lack scales."""
     if not isinstance(convert, Converting):
         problem = "A conversion must be a Converting object"
-        hint = 'Pass for example Converting("bf16->fp8", destination_scales=0.5)'
+        hint = 'Pass Converting("bf16->fp8", destination_scales=0.5), for example'
         raise AtlasError(Code.BAD_CONVERSION, problem, got=repr(convert)[:200], hint=hint)
 
 
@@ -88,7 +88,7 @@ def converting_rows(written: Converting | None, asked: Converting | None) -> Con
     """Return the conversion of a fetch: `asked`, with the source scales of `written`.
 
     `asked` is the conversion that the fetch requests, and `written` the one that the tier was
-    opened with. If one of the two is None, the result is the other one.
+    opened with. If `asked` or `written` is None, the result is the other argument.
 
     >>> rows = Converting("fp8->bf16", source_scales=0.5)
     >>> converting_rows(rows, Converting("fp8->fp16")).source_scales

@@ -6,8 +6,8 @@ call returns an error, whereas a direct access to the mapping would kill the pro
 
 Each call takes a list of local ranges and a list of remote ranges. The system accesses local ranges
 directly, but first looks up the pages of each remote range. The list with fewer, longer ranges is
-therefore passed as the remote one. If both lists have long ranges, those of the file are the remote
-ones, because the system writes faster to local ranges.
+therefore passed as the remote one. If both lists have long ranges, the ranges of the file are the
+remote ones, because the system writes faster to local ranges.
 """
 
 from __future__ import annotations

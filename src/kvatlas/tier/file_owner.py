@@ -41,7 +41,7 @@ def lock_file(fd: int, path: Path) -> None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         problem = "Another process has the tier's file open"
-        hint = "Close it there, use another path, or open it with share_file in all processes"
+        hint = "Close it in that process, use another path, or call share_file in all processes"
         raise AtlasError(Code.TWICE, problem, got=path, hint=hint) from None
     forget_path(socket_beside(path))
     if not FileUse(fd).wait_for_others():

@@ -60,7 +60,7 @@ class RowName(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The digest of group and key, in hex. In object names it follows the namespace."""
+        """The digest of the group and the key, in hex; it follows the namespace in object names."""
         return _digest(self.group.to_bytes(4, "little") + self.key).hex()
 
     @property

@@ -16,9 +16,9 @@ from kvatlas.planning.request import quantity
 from kvatlas.routing import fingerprint
 from kvatlas.routing.conversion import parse_conversion
 from kvatlas.tier.addresses import without_secrets
+from kvatlas.tier.any_tier import AnyTier
 from kvatlas.tier.canonical_rows import canonical_rows, layers_of
 from kvatlas.tier.converting import Converting, check_converting
-from kvatlas.tier.prefix_finder import AnyTier
 from kvatlas.tier.served.client import TierClient
 from kvatlas.tier.served.sharing import share_file
 from kvatlas.tier.store_tier import StoreTier
@@ -149,7 +149,7 @@ def stored_as(model: Model, convert: Converting) -> Model:
     pairs = parse_conversion(convert.name)
     if len(pairs) > 1:
         problem = "The conversion of a tier must be one pair of formats"
-        hint = "Pass one pair, or plan the other rows and pass other=OtherRows(plan, convert)"
+        hint = "Pass one pair. For rows of a second dtype, pass other=OtherRows(plan, convert)"
         raise AtlasError(Code.BAD_CONVERSION, problem, got=repr(convert.name), hint=hint)
     ((source, _),) = pairs
     stored = model.with_cache(source)
@@ -196,7 +196,7 @@ def _open_file(path: Path, made: Plan, shared: bool) -> Tier | TierClient:
 
 
 def is_store(where: str | Path) -> bool:
-    """Return whether an address is that of an object store.
+    """Return whether an address names an object store.
 
     Object names in a store include the identity of the model's weights, so keys need not.
 
@@ -207,7 +207,7 @@ def is_store(where: str | Path) -> bool:
 
 
 def open_store(where: str, *, create: bool = True, **instead: Any) -> ObjectStore:
-    """Open the object store at an address. Options in `instead` override those in the address.
+    """Open the object store at an address. Options in `instead` override options in the address.
 
     A missing folder is created, unless `create` is false.
     """

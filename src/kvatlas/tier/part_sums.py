@@ -90,8 +90,8 @@ def _start(nbytes: int) -> int:
 def _moved(remainders: Words, after: Int64s) -> Words:
     """Return CRC-32 remainders of data to which zero bytes are appended.
 
-    `remainders` are those of the data without the zeros. `after[i]` zero bytes are appended to the
-    data of remainder i.
+    `remainders` are the remainders of the data without the zeros. `after[i]` zero bytes are
+    appended to the data of remainder i.
     """
     distances, which = np.unique(after, return_inverse=True)
     if len(distances) <= _MOST_TABLES:

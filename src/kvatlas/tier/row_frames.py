@@ -98,8 +98,8 @@ class RowFrame:
         """Translate a copy with `Copy.starts` like `moved`, but without expanding it if possible.
 
         `within` contains, for each span, its offset in its row and its length. Returns one copy for
-        each distinct pair of offset and length. Such a copy is expanded to single runs only if one
-        of its runs crosses from one object into another.
+        each distinct pair (offset, length). Such a copy is expanded to single runs only if one of
+        its runs crosses from one object into another.
         """
         other = grid.destination if end == "source" else grid.source
         to = np.full(len(other), to) if isinstance(to, int) else to
@@ -128,7 +128,7 @@ class RowFrame:
         the destination offsets of `starts` are ascending, as a route provides them.
         """
         if starts.step < 1:
-            problem = "The destination offsets of a copy's starts must be ascending"
+            problem = "The destination offsets of a copy must be ascending"
             got, hint = starts.destination[:8].tolist(), "Pass the starts of a route"
             raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
         at = begin + (starts.source if end == "source" else starts.destination)

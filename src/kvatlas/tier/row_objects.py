@@ -88,10 +88,10 @@ class GroupObjects:
     def share(self, brought: Ranges, needed: Ranges, *, first: bool) -> RowShare:
         """Return which objects of a row a rank writes completely, and which only in part.
 
-        `brought` are the byte ranges of the row that the rank writes, and `needed` those that all
-        ranks together must write. An object is complete if the rank writes all of its needed bytes.
-        `first` is true for one rank only. This rank also writes the objects without needed bytes,
-        so that every row has all of its objects.
+        `brought` are the byte ranges of the row that the rank writes, and `needed` the ranges that
+        all ranks together must write. An object is complete if the rank writes all of its needed
+        bytes. `first` is true for one rank only. This rank also writes the objects without needed
+        bytes, so that every row has all of its objects.
         """
         mine, all_of = self.overlap(*brought), self.overlap(*needed)
         whole = (mine == all_of) & ((all_of > 0) | first)

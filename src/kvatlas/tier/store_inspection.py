@@ -231,7 +231,7 @@ def export_objects(store: ObjectStore, path: Path) -> int:
 def import_objects(store: ObjectStore, path: Path) -> Verdict:
     """Put the objects of a tar file into a store.
 
-    Returns the number of stored objects, and the names of those that failed verification or found
+    Returns the number of stored objects, and the names of objects that failed verification or found
     no space.
     """
     sound, refused, path = 0, [], Path(path)

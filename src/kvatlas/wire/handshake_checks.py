@@ -48,6 +48,8 @@ class Peer:
     version: int = VERSION
     names: frozenset[str] | None = None
     """The node names that the peer's key proves; None if the peer may use any name."""
+    padding: bool = False
+    """Whether the peer copies padding."""
 
 
 class PeerPlans:
@@ -171,6 +173,7 @@ def checked_peer(
         hello.identity,
         hello.version,
         names,
+        hello.padding,
     )
 
 

@@ -325,7 +325,7 @@ class Leases:
         self._drop_where(lambda lease: lease.part_of is offer)
 
     def drop_all(self, sessions: set[bytes] | None = None) -> None:
-        """End all leases, or those of the given sessions."""
+        """End all leases, or the leases of the given sessions."""
         self._drop_where(lambda lease: sessions is None or lease.session in sessions)
 
     def _drop_where(self, chosen: Callable[[Lease], bool]) -> None:

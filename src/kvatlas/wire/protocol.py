@@ -21,12 +21,13 @@ from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.geometry.integers import MOST_SECONDS
 from kvatlas.models import CacheIdentity
 
-VERSION = 4
+VERSION = 5
 """The protocol version of this end.
 
 Version 1 used ZeroMQ. Version 2 had no identities. Version 3 had no keyed checksums and no TLS on
 the data connections of `tcp`, and the source of a push sent the ranges that the peer fetched.
 Nodes of version 4 that do not know `Keep` refuse it, and the reader then goes on without it.
+Version 4 copied no padding between two nodes.
 """
 
 OLDEST_VERSION = 2
@@ -40,6 +41,9 @@ PUSH_VERSION = 4
 
 KEYED_VERSION = 4
 """The first version whose checksums may be keyed."""
+
+PADDING_VERSION = 5
+"""The first version whose hello has `padding`."""
 
 MAX_MESSAGE_BYTES = 4 << 20
 """The maximum size of a message in bytes, including the plan in it."""
@@ -133,6 +137,11 @@ class Hello(Message, frozen=True, kw_only=True, omit_defaults=True, tag="hello")
     """Omitted if nothing is converted, so that peers without conversion understand the message."""
     identity: CacheIdentity | None = None
     """The identity of the sender's caches; None before version 3, or without identity checks."""
+    padding: bool = False
+    """Whether the sender copies padding where that joins runs. It is copied if both nodes do so.
+
+    Padding may contain bytes of earlier requests, so nodes with private pools copy none.
+    """
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):

@@ -50,8 +50,8 @@ class TlsContexts:
 class PeerAccess:
     """The permissions of one peer, and the secret that proves its name.
 
-    `secret` is shared by this node and that peer alone, or is `(new, old)` during a rotation. With
-    TLS contexts it is omitted: the peer's certificate proves its name.
+    `secret` is known only to this node and the peer. During a rotation it is `(new, old)`. Omit
+    `secret` with TLS contexts: the peer's certificate then proves its name.
     """
 
     secret: Secret = field(default=None, repr=False)

@@ -10,13 +10,22 @@ import msgspec
 
 from kvatlas.models import CacheIdentity, Model
 from kvatlas.planning import Plan, plan
-from kvatlas.specs import CrossAttention, FullAttention, LatentAttention, Ring, TensorScales
+from kvatlas.specs import (
+    CrossAttention,
+    FullAttention,
+    LatentAttention,
+    Ring,
+    SlidingAttention,
+    Spec,
+    TensorScales,
+)
 from tests.planning.models import SMALL, model_of
 from tests.planning.test_foreign_fields import LAYOUTS, Arena, allocations, described, in_segments
 
 
 def dense(name: str = "dense", **spec: Any) -> Model:
-    return model_of(name, *[{"attn": FullAttention(heads=4, **({"head_dim": 8} | spec))}] * 2)
+    layer: dict[str, Spec] = {"attn": FullAttention(heads=4, **({"head_dim": 8} | spec))}
+    return model_of(name, layer, layer)
 
 
 DENSE = dense()
@@ -26,6 +35,11 @@ FP8 = dense("fp8", cache="fp8")
 CODES = dense("codes", cache="turboquant_4bit_nc", head_dim=16)
 RING = model_of(
     "ring", {"attn": FullAttention(heads=2, head_dim=8), "ring": Ring(group=4, rows=8, width=16)}
+)
+UNLIKE = model_of(
+    "unlike stages",
+    {"attn": SlidingAttention(heads=2, head_dim=8, window=40)},
+    {"attn": FullAttention(heads=2, head_dim=8)},
 )
 CROSS = model_of(
     "cross",
@@ -53,7 +67,8 @@ def small(name: str, layers: int) -> Model:
 
 
 def made(model: Model, **given: Any) -> Callable[[], Plan]:
-    return partial(plan, model, **({"memory": "256KiB", "max_len": 64} | given))
+    settings: dict[str, Any] = {"memory": "256KiB", "max_len": 64} | given
+    return partial(plan, model, **settings)
 
 
 def engine(name: str) -> Callable[[], Plan]:
@@ -103,6 +118,8 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "cross": made(CROSS),
     **{name.replace("_", "-"): engine(name) for name in LAYOUTS},
     "sglang-hnd-segments": hnd_in_segments,
+    "stages": made(UNLIKE, pp=2),
+    "one-stage": made(UNLIKE, layout="LBNHC"),
 }
 
 SCALES = {

@@ -35,7 +35,13 @@ def mutate(value: Any, rng: random.Random) -> None:
     elif isinstance(old, str) and kind < 0.9:
         owner[path[-1]] = rng.choice(STRINGS)
     elif isinstance(old, list) and kind < 0.9 and old:
-        rng.choice([old.reverse, lambda: old.append(copy.deepcopy(old[0])), old.pop])()
+        match rng.randrange(3):
+            case 0:
+                old.reverse()
+            case 1:
+                old.append(copy.deepcopy(old[0]))
+            case _:
+                old.pop()
     elif kind < 0.95:
         owner[path[-1]] = rng.choice([None, [], {}, 0, "", True])
     elif isinstance(owner, dict):

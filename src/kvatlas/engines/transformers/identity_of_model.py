@@ -38,9 +38,10 @@ def model_identity(model: Any) -> CacheIdentity:
 def stored_identity(model: Any, plan: Plan) -> CacheIdentity:
     """Return the identity of a model's rows in a tier. `plan` is the plan of its cache.
 
-    If the order of the elements in a row is known, all tensors equal those of the checkpoint, and
-    nothing is quantised, another engine that stores equal rows, such as vLLM, computes an equal
-    identity. Otherwise the identity is a digest of the tensors in memory.
+    Another engine that stores equal rows, such as vLLM, computes an equal identity if three
+    conditions hold: the order of the elements in a row is known, all tensors equal the tensors of
+    the checkpoint, and nothing is quantised. Otherwise the identity is a digest of the tensors in
+    memory.
     """
     order = _element_order(model)
     found = _checkpoint_identity(model, whole=True) if order and _is_plain(plan) else None
@@ -92,7 +93,7 @@ def _changed(config: Any, folder: Path) -> dict[str, Any]:
 
 
 def _is_loaded(model: Any, folder: Path, *, whole: bool) -> bool:
-    """Return whether a model's tensors equal those in its checkpoint's files.
+    """Return whether a model's tensors equal the tensors in the checkpoint's files.
 
     Each tensor is compared with the tensor of the same name and shape in the files. If `whole` is
     true, all elements are compared, and each tensor must be in the files or share the memory of a

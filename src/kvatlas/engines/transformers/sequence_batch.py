@@ -61,7 +61,7 @@ class SequenceBatch:
                 Code.BAD_TENSOR,
                 "The batch size changed between two calls",
                 got=f"{size} sequences after {self.size}",
-                hint="Before that, call reset, batch_select_indices or batch_repeat_interleave",
+                hint="Call reset, batch_select_indices or batch_repeat_interleave in between",
             )
         self._require({table: size for table in self.tables if table.recurrent})
         for table in self.tables:

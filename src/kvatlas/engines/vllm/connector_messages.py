@@ -48,6 +48,6 @@ class KVAtlasStored(KVConnectorWorkerMetadata):
     checkpoints: dict[int, int]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVAtlasStored:
-        """Return the sum of these counts and those of another worker."""
+        """Return the sum of these counts and another worker's counts."""
         theirs = other.checkpoints if isinstance(other, KVAtlasStored) else {}
         return KVAtlasStored(add_counts(self.checkpoints, theirs))

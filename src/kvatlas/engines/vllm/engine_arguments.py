@@ -16,6 +16,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.models import Model
 from kvatlas.planning import Plan, plan
 from kvatlas.planning.request import length
+from kvatlas.specs import Attention
 
 _SHORT = {
     "tp": "tensor_parallel_size",
@@ -32,6 +33,12 @@ _SHORT = {
 """Short names of arguments, in vLLM or in kvatlas."""
 _LAYOUT_VARIABLE = "VLLM_KV_CACHE_LAYOUT"
 _CPU_VARIABLES = "VLLM_CPU_"
+CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+"""The variable with the size of the cache of an engine on a CPU, in GiB."""
+CPU_BACKEND = "CPU_ATTN"
+"""The attention backend that vLLM uses on a CPU."""
+_CPU_BLOCK = 128
+"""The default block size on a CPU, in tokens."""
 _VARIABLE = re.compile(r"([A-Z][A-Z0-9_]*)=(.*)", re.DOTALL)
 _MEMORY = "1TiB"
 """Default memory per rank; the number of blocks does not matter for a diagnosis."""
@@ -124,6 +131,9 @@ class EngineArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Return the plan that vLLM makes from these arguments."""
         dtype = None if self.dtype == "auto" else self.dtype
         model = Model.load(self.model, dtype=dtype)
+        on_cpu = self.device == "cpu" and any(
+            isinstance(one.spec, Attention) for one in model.layers
+        )
         return plan(
             model,
             memory=self.kv_cache_memory_bytes or _MEMORY,
@@ -131,8 +141,8 @@ class EngineArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             pp=self.pipeline_parallel_size,
             dcp=self.decode_context_parallel_size,
             layout=self.kv_cache_layout,
-            backend=self.attention_backend,
-            block_size=self.block_size,
+            backend=self.attention_backend or (CPU_BACKEND if on_cpu else None),
+            block_size=self.block_size or (_CPU_BLOCK if on_cpu else None),
             kv_dtype=None if self.kv_cache_dtype == "auto" else self.kv_cache_dtype,
             policy="uniform" if self.disable_hybrid_kv_cache_manager else "vllm",
             max_len=None if self.max_model_len is None else length(self.max_model_len),

@@ -1,7 +1,7 @@
 """Open a tier in a file or in host memory for an engine's workers and its scheduler.
 
-The first worker that opens a file serves it to all other workers and schedulers of this host,
-including those of other engines. A tier in memory is used by one engine only.
+The first worker that opens a file serves it to all other workers and schedulers of all engines on
+this host. A tier in memory is used by one engine only.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.models import Model
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import fingerprint
-from kvatlas.tier import Converting, TierClient, share_file, share_memory, socket_beside
+from kvatlas.tier import Converting, TierClient, share_file, share_memory
 from kvatlas.tier.converting import TierRoutes
+from kvatlas.tier.file_owner import socket_beside
 from kvatlas.tier.opening import stored_as
 
 log = logging.getLogger("kvatlas.vllm")

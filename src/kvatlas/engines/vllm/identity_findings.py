@@ -57,7 +57,7 @@ def weights_finding(ends: Ends) -> Finding | None:
 
 def latent_on_cpu_finding(ends: Ends) -> Finding | None:
     """Return a finding if an engine uses MLA on a CPU, which is not supported; else None."""
-    wrong = [_on_cpu(end) and _keeps_latents(end) for end in ends]
+    wrong = [is_on_cpu(end) and keeps_latents(end) for end in ends]
     if not any(wrong):
         return None
     return finding("MLA", ("on a CPU" if one else "-" for one in wrong), "no", CPU_MLA)
@@ -123,14 +123,16 @@ def _makes_up_weights(end: EngineEnd) -> bool:
     return unnamed and end.arguments.load_format == "dummy"
 
 
-def _on_cpu(end: EngineEnd) -> bool:
+def is_on_cpu(end: EngineEnd) -> bool:
+    """Return whether an engine's arguments show that it computes on a CPU."""
     given = end.arguments
     if given is None:
         return False
     return given.device == "cpu" or (given.attention_backend or "").startswith("CPU_")
 
 
-def _keeps_latents(end: EngineEnd) -> bool:
+def keeps_latents(end: EngineEnd) -> bool:
+    """Return whether an engine's model uses latent attention (MLA)."""
     if end.plan is None:
         return (end.arguments and end.arguments.attention_backend) == "CPU_MLA"
     names = (layer.name for region in end.plan.regions for layer in region.layers)

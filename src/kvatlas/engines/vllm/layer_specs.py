@@ -246,7 +246,7 @@ def _packing(
 def _latent(name: str, spec: Any, model: ServedModel) -> AnySpec:
     """Return the spec of an MLA layer or indexer from the model's config.
 
-    Raise an error if the sizes in this spec differ from those in vLLM's spec.
+    Raise an error if the sizes in this spec differ from the sizes in vLLM's spec.
     """
     known = _known(name, model)
     page = known.page(spec.block_size, tp=model.tp)

@@ -88,7 +88,7 @@ class RemotePrefills:
 
 
 def _check_prompt(request: Any, offer: RemoteRequest) -> None:
-    """Raise unless the offer's prompt, adapter, salt and media are those of the request."""
+    """Raise an error unless the offer has the request's prompt, adapter, salt and media."""
     context = request_context(request, offer.tokens)
     if prompt_digest(request.prompt_token_ids, offer.tokens, context) != offer.prompt:
         raise AtlasError(

@@ -170,7 +170,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise _bad(f"tier_options with tier {shown!r}", hint)
 
     def _check_conversion(self) -> None:
-        """Raise if `convert` is invalid, or if the tier is one that no other engine can share."""
+        """Raise an error if `convert` is invalid, or if no other engine can share the tier."""
         if self.convert is None:
             if self.convert_scales is not None:
                 hint = 'Set convert, for example to "fp8->bf16"'

@@ -149,7 +149,7 @@ class TierScheduler:
         """Return (block keys, start, stop) to store tokens start .. stop - 1 of a finished request.
 
         Return None if nothing should be stored. `windows_alone` means that the engine no longer has
-        the blocks before the sliding windows. Tiers that need those blocks then store nothing.
+        the blocks before the sliding windows. Tiers that need these blocks then store nothing.
         """
         if windows_alone and self._tier.keeps_windows_whole:
             return None

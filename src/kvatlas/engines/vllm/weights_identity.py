@@ -71,7 +71,7 @@ def stored_identity(
     """Return the identity of an engine's rows in a store.
 
     Other engines, including engines other than vLLM, compute an equal identity if they store equal
-    rows. `dtype` is the compute dtype. The other arguments are those of `engine_identity`.
+    rows. `dtype` is the compute dtype. `engine_identity` describes the other arguments.
     """
     known = ConnectorSettings(weights_identity=settings.weights_identity)
     identity = engine_identity(vllm_config, known, untouched)
@@ -167,9 +167,9 @@ def _digest(folder: Path, _: Signature) -> str:
 def _check_unchanged(folder: Path) -> None:
     """Raise if a checkpoint was replaced while this process was loading it.
 
-    vLLM makes connectors after it has loaded the weights, so files that changed since the process
-    started may not be those that were loaded. A process that serves several engines in turn is
-    not checked. Files of the hub's cache never change.
+    vLLM makes connectors after it has loaded the weights. If a file changed after the process
+    started, vLLM may have loaded other bytes. A process that serves several engines in turn is not
+    checked. Files of the hub's cache never change.
     """
     if not multiprocessing.current_process().name.startswith(_ONE_ENGINE):
         return

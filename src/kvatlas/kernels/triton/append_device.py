@@ -41,7 +41,7 @@ def append_rows(
     """Store the new tokens of a tile and gather all its tokens, for one sequence and head.
 
     The tokens with indices in `[first, stop)` are written to `out` [sequences, heads, tokens, D].
-    The kernel reads those in `[start, stop)` from `new`, and those in `[first, start)` from the
+    The kernel reads rows in `[start, stop)` from `new`, and rows in `[first, start)` from the
     cache.
     """
     after_previous(SHAPE.early)

@@ -14,7 +14,7 @@ def convert_rows(
     source, target, factors, blocks, layers, SHAPE: tl.constexpr, TILING: tl.constexpr,
     TABLE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows that are contiguous in source and target, multiplied by their layer's factor.
+    """Multiply rows by their layer's factor and copy them; rows are contiguous at both ends.
 
     Rows are numbered by block, then along three axes, as in `copy_rows`.
     """

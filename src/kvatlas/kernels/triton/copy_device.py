@@ -1,8 +1,8 @@
 """Device code of copies: rows of words, and tiles that are transposed during the copy.
 
 The source and the target of a copy are called its ends. An end has three parts: the address of each
-layer (one address, or a table), the block ids, and the strides in units. The strides are those of
-the block axis, of three other axes, and of the two axes of a transposed tile.
+layer (one address, or a table), the block ids, and the strides in units. There are strides for the
+block axis, three other axes, and the two axes of a transposed tile.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def copy_rows(
     source, target, blocks, layers, SHAPE: tl.constexpr, TILING: tl.constexpr, TABLE: tl.constexpr,
     FILL: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows of words that are contiguous in source and target; if `FILL` is set, write zeros.
+    """Copy rows of words that are contiguous in both source and target; if `FILL`, write zeros.
 
     Rows are numbered by block, then along three axes; a program processes several at a time.
     """

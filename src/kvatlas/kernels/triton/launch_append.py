@@ -2,7 +2,8 @@
 
 A model step repeats this for every layer, and preparing a launch in Python takes longer than the
 launch itself. Launch parameters that depend only on the step are therefore computed for the first
-layer and cached, and those that depend only on the layer are computed in its first step and cached.
+layer and cached. Parameters that depend only on the layer are computed in its first step and
+cached.
 """
 
 from __future__ import annotations
@@ -215,6 +216,6 @@ def _checked(own: LayerAppend, rows: StepRows, k: torch.Tensor, v: torch.Tensor)
             Code.BAD_TENSOR,
             f"K and V must have the layer's dtype, {own.dtype}",
             got=f"{k.dtype} and {v.dtype}",
-            hint="Convert them, or use write and read, which convert dtypes",
+            hint="Convert K and V, or use write and read, which convert dtypes",
         )
     return AppendedRows(*own.sides, RowStrides(*k.stride()[:3]), RowStrides(*v.stride()[:3]))

@@ -145,8 +145,8 @@ def _transposed(
 ) -> tuple[tuple[int, int, int], ...] | None:
     """Return the two axes of a copy's transposed tiles; None if the copy cannot be transposed.
 
-    The first is the innermost axis of the target, the second that of the source. An axis is
-    (size, source stride, target stride), with strides in bytes.
+    The first is the innermost axis of the target, the second the innermost axis of the source. An
+    axis is (size, source stride, target stride), with strides in bytes.
     """
     axes = list(zip(a.sizes, a.strides, b.strides, strict=True))
     across = next((axis for axis in axes if axis[1] == a.item), None)

@@ -186,7 +186,7 @@ def _worked_out(
 def _attention_sides(
     layer: LayerCache, rows: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[StoredSide, StoredSide]:
-    """Return format and strides of K and V of an attention layer; check the new rows."""
+    """Return the formats and strides of an attention layer's K and V; check the new rows."""
     spec = layer.spec_as(Attention)
     heads, v_dim = layer.place("k").size("H"), spec.v_dim or spec.head_dim
     formats.refuse_head(spec.head_dim, "K")
@@ -206,7 +206,7 @@ def _attention_sides(
 def _latent_sides(
     layer: LayerCache, rows: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[StoredSide, StoredSide]:
-    """Return format and strides of an MLA layer's two fields; check the new rows against them."""
+    """Return the formats and strides of an MLA layer's two fields; check the new rows."""
     spec = layer.spec_as(LatentAttention)
     formats.refuse_head(spec.latent, "the latent")
     if not formats.writes_latent(spec):

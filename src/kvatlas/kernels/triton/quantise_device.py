@@ -343,10 +343,10 @@ def e2m1_sizes(values, divisor, PTX: tl.constexpr):
     The codes are 0 to 7, without the sign bit. A result may be above 7, for example if an overflow
     gives NaN; the caller must clamp it to 7.
 
-    The e2m1 numbers up to 2 are twice as dense as those up to 4, which are twice as dense as the
-    rest, so a code is the minimum of three linear functions. All terms are scaled to denormals:
-    rounding then gives an integer multiple of the smallest float32, and the bit pattern is that
-    integer.
+    The e2m1 numbers are equally spaced up to 2, from 2 to 4, and above 4. Each spacing is twice the
+    one before, so a code is the minimum of three linear functions. All terms are scaled to
+    denormals: rounding then gives an integer multiple of the smallest float32, and the bit pattern
+    is that integer.
     """
     half = tl.abs(quotient_or_nan(values, 2.0 * divisor, PTX))
     code = tl.minimum(half * least(4), tl.fma(half, least(2), least(2)))

@@ -19,9 +19,9 @@ def tile_runs(
 ):  # fmt: skip
     """Return (start numbers, source offsets, target offsets, columns, mask) of a tile of runs.
 
-    A run's offset is that of a start plus that of a span. The start number is the index of the
-    start. Offsets are in bytes or elements, like the tables `starts` and `spans`. A word consists
-    of `WIDTH` bytes or elements.
+    A run's offset is the offset of a start plus the offset of a span. The start number is the index
+    of the start. Offsets are in bytes or elements, like the tables `starts` and `spans`. A word
+    consists of `WIDTH` bytes or elements.
     """
     ROWS: tl.constexpr = TILING.rows
     COLUMNS: tl.constexpr = TILING.columns
@@ -101,7 +101,7 @@ def convert_run_grid(
 ):  # fmt: skip
     """Copy runs and convert their element type; one run for every pair of a start and a span.
 
-    The tables are those of `copy_run_grid`, but offsets and lengths are in elements. `scales` [3,
+    The tables are as in `copy_run_grid`, but offsets and lengths are in elements. `scales` [3,
     starts] has a row of factors, a row of divisors, and a row of inverses of the divisors.
     """
     FROM: tl.constexpr = CAST.source
@@ -136,7 +136,7 @@ def place_spans(
     source_ids, target_ids, table, count, blocks, source_stride, target_stride,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute source and target offsets of spans (contiguous ranges in a block) from block ids.
+    """Compute the source and target offsets of spans (contiguous ranges in a block) from block ids.
 
     `table` has seven rows: source and target offsets (written here), lengths, the index of a span's
     block id at source and target, and the span's offset in its block at source and target. Source

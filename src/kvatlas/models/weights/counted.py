@@ -102,7 +102,7 @@ class Weights:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters, including those of vision or audio encoders but not MTP layers."""
+        """The number of parameters, with vision or audio encoders but without MTP layers."""
         return sum(tensor.elements for tensor, _ in self._served())
 
     @property
@@ -215,7 +215,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class ClassTotal:
-    """Number of parameters and number of bytes of one class of tensors, such as `mlp`."""
+    """The number of parameters and of bytes in one class of tensors, such as `mlp`."""
 
     parameters: int
     bytes: int

@@ -113,7 +113,7 @@ def deepseek_v4(text: Text) -> Iterator[list[Tensor]]:
 def deepseek_v41(text: Text) -> Iterator[list[Tensor]]:
     """Yield the tensors of each DeepSeek-V4.1 layer, without the tables of n-grams.
 
-    Few layers compress rows or select some of them; the others use what those have computed.
+    A few layers compress rows or select some rows; all other layers use the results.
     """
     config = text.config
     chooses = config.indices("index_source_layer_ids", text.depth)
@@ -186,7 +186,7 @@ def listener(config: Config, *, heads: int, head_dim: int) -> list[Tensor]:
 def pruned(text: Text) -> Iterator[list[Tensor]]:
     """Yield the tensors of each DeciLM or Nemotron-NAS layer.
 
-    Numbers of heads and MLP widths differ by layer and may be zero.
+    The number of heads and the width of the MLP differ by layer and may be zero.
     """
     config, hidden = text.config, text.hidden
     blocks = config.per_layer("block_configs", text.depth)

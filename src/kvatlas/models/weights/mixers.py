@@ -282,7 +282,7 @@ def mamba2(
 
 
 def mamba1(hidden: int, spec: Mamba1, *, name: str, rank: int, normed: bool) -> list[Tensor]:
-    """Return the weights of a Mamba-1 mixer; `rank` is that of the time-step (dt) projection."""
+    """Return the weights of a Mamba-1 mixer, whose time-step projection has rank `rank`."""
     inner, states = spec.inner, spec.state_size
     tensors = [
         *linear("recurrent", f"{name}.in_proj", 2 * inner, hidden, parts=inner),

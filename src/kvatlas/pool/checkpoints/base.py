@@ -54,7 +54,7 @@ class Checkpoints:
                 Code.BAD_SIZE,
                 "The share of checkpoints must be greater than 0 and less than 1",
                 got=f"share={self.share}",
-                hint="Pass for example share=0.25, or a policy name that ends with -within-25",
+                hint="Pass share=0.25, for example, or a policy name that ends with -within-25",
             )
 
     def positions(self, prompt: Prompt) -> Positions:

@@ -12,7 +12,7 @@ entries that it touches, and the memory on the number of entries.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -52,6 +52,8 @@ class Eviction:
     entries: int
     size: Callable[[Ids], Ids] | None = None
     """Function that returns the number of blocks of each entry; None if all have one block."""
+    content: Callable[[int], Hashable] | None = None
+    """Function that returns the content of an entry; None if entries are their own content."""
     needs: ClassVar[tuple[str, ...]] = ()
     """The fields of `Use` that the policy requires."""
     _heap: list[tuple[Rank, int, Ids]] = field(default_factory=list, init=False)
@@ -97,8 +99,12 @@ class Eviction:
                 # Process a long segment in pieces, because it may be needed only in part.
                 head = segment[: max(blocks, 64)]
                 queued = self._place[head] == serial
-                held = queued & pinned[head]
-                chosen = (queued ^ held).nonzero()[0]
+                held = pinned[head]
+                passes = np.count_nonzero(held)
+                if passes:
+                    held &= queued
+                    queued ^= held
+                chosen = queued.nonzero()[0]
                 freed = self.size(head[chosen]).cumsum() if self.size else None
                 enough = blocks if freed is None else int(freed.searchsorted(blocks)) + 1
                 chosen = chosen[:enough]
@@ -108,7 +114,7 @@ class Eviction:
                     found.append(head[chosen])
                     self._leave(found[-1])
                     self._last_rank = rank
-                if np.count_nonzero(held):
+                if passes:
                     passed.append(head[:stop][held[:stop]])
                 segment = segment[stop:]
             # The remaining entries keep their order and their rank.

@@ -19,7 +19,7 @@ class Optimal(Eviction):
             problem = (
                 "The `optimal` policy needs the next use of each entry, known only in a replay"
             )
-            hint = "Use it with simulate; in a BlockPool, pass eviction='lru'"
+            hint = "Use `optimal` only in simulations; in a BlockPool, pass eviction='lru'"
             raise AtlasError(Code.CONTRADICTORY, problem, got="next_use=None", hint=hint)
         for later, segment in by_value(ids, use.next_use):
             yield (-later,), segment

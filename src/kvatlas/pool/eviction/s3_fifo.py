@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Hashable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +18,10 @@ SHARE = 0.1
 class S3Fifo(Eviction):
     """Evict entries that are used only once before entries that are used again.
 
-    A new entry enters the small queue, or the main queue if it was recently evicted from the small
-    one. When an entry reaches the head of the small queue, it is evicted, or moved to the main
-    queue if it was used since it entered. In the main queue, an entry that reaches the head goes
-    back to the end once for each use, up to three times.
+    A new entry enters the small queue, or the main queue if its content was recently evicted from
+    the small one. When an entry reaches the head of the small queue, it is evicted, or moved to the
+    main queue if it was used since it entered. In the main queue, an entry that reaches the head
+    goes back to the end once for each use, up to three times.
     """
 
     def __post_init__(self) -> None:
@@ -28,19 +29,19 @@ class S3Fifo(Eviction):
         self._small: OrderedDict[int, int] = OrderedDict()
         self._main: OrderedDict[int, int] = OrderedDict()
         """Both queues map entries, in order of insertion, to the number of uses since then."""
-        self._ghosts: OrderedDict[int, None] = OrderedDict()
-        """Entries recently evicted from the small queue, at most as many as both queues have."""
+        self._ghosts: OrderedDict[Hashable, None] = OrderedDict()
+        """Contents recently evicted from the small queue, at most as many as both queues have."""
 
     def used(self, ids: Ids, use: Use) -> None:  # noqa: ARG002 - only the order matters
         """Count a use of each entry that is in a queue, and add all other entries to a queue."""
-        entries, small, main, ghosts = ids.tolist(), self._small, self._main, self._ghosts
-        for entry in entries:
+        small, main, ghosts, content = self._small, self._main, self._ghosts, self.content
+        for entry in ids.tolist():
             if entry in small:
                 small[entry] = min(small[entry] + 1, MOST_USES)
             elif entry in main:
                 main[entry] = min(main[entry] + 1, MOST_USES)
-            elif entry in ghosts:
-                del ghosts[entry]
+            elif ghosts and (known := content(entry) if content else entry) in ghosts:
+                del ghosts[known]
                 main[entry] = 0
             else:
                 small[entry] = 0
@@ -58,20 +59,23 @@ class S3Fifo(Eviction):
         """
         found: list[int] = []
         aside: list[tuple[OrderedDict[int, int], int, int]] = []
+        skipped = 0  # pinned entries of the small queue
         while blocks > 0 and (self._small or self._main):
-            total = len(self._small) + len(self._main)
-            small = bool(self._small) and (len(self._small) > SHARE * total or not self._main)
+            total = len(self._small) + len(self._main) + len(aside)
+            many = len(self._small) + skipped > SHARE * total
+            small = bool(self._small) and (many or not self._main)
             queue = self._small if small else self._main
             entry, uses = queue.popitem(last=False)
             if pinned[entry]:
                 aside.append((queue, entry, uses))
+                skipped += small
             elif uses:
                 self._main[entry] = 0 if small else uses - 1
             else:
                 found.append(entry)
                 blocks -= int(self.size(np.array([entry]))[0]) if self.size else 1
                 if small:
-                    self._ghosts[entry] = None
+                    self._ghosts[self.content(entry) if self.content else entry] = None
                     while len(self._ghosts) > total:
                         self._ghosts.popitem(last=False)
         for queue, entry, uses in reversed(aside):

@@ -23,7 +23,7 @@ class SavedCompute(Eviction):
     needs = ("saved",)
 
     def ranked(self, ids: Ids, use: Use) -> Iterator[tuple[Rank, Ids]]:
-        """Rank entries by a clock plus the level of their saved compute.
+        """Rank each entry by a clock plus a level, which grows with the compute that a hit saves.
 
         The clock is the rank of the last evicted entry. The level is 0 if the saved compute is
         unknown.

@@ -89,7 +89,7 @@ class EventTraceBuilder:
     def _counts(self, where: str, event: BlockStored) -> bool:
         """Return whether an event has complete blocks of the first full-attention group.
 
-        All other events are ignored. Raises an error if the event's block size differs from that of
+        All other events are ignored. Raises an error if the event has another block size than
         earlier events.
         """
         if event.kv_cache_spec_kind is not None and event.kv_cache_spec_kind not in FULL_KINDS:

@@ -70,7 +70,7 @@ def read_trace(
 
 
 def _is_json(path: Path) -> bool:
-    """Return whether the name of a file is that of a conversation.
+    """Return whether a file is a conversation, by its name.
 
     >>> _is_json(Path("a.json.gz")), _is_json(Path("a.jsonl"))
     (True, False)

@@ -143,7 +143,7 @@ class TraceBuilder:
             self._ids.frombytes(self._numbers.number(hashes, raw).tobytes())
 
     def finish(self, remarks: Sequence[str] = ()) -> Trace:
-        """Return all requests as a trace, ordered by time. `remarks` become those of the trace."""
+        """Return all requests, ordered by time, as a trace with these `remarks`."""
         if not len(self):
             raise bad_trace(
                 self.name,

@@ -210,5 +210,8 @@ def no_server(path: Path, why: str) -> AtlasError:
 
 
 def _slow(path: Path) -> AtlasError:
-    problem, hint = "The tier's server did not respond in time", "Check whether its process hangs"
+    problem, hint = (
+        "The tier's server did not respond in time",
+        "Check whether the server process hangs",
+    )
     return AtlasError(Code.DEADLINE, problem, got=f"socket {path}", hint=hint)

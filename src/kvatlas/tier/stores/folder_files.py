@@ -48,10 +48,13 @@ def is_name(name: str) -> bool:
 def leads_away(root: Path, path: Path) -> bool:
     """Return whether a folder between `root` and `path` is a symbolic link."""
     at = str(root)
-    for word in path.relative_to(root).parts[:-1]:
+    for word in path.parts[len(root.parts) : -1]:
         at = f"{at}/{word}"
-        if Path(at).is_symlink():
-            return True
+        try:
+            if stat.S_ISLNK(os.lstat(at).st_mode):
+                return True
+        except (FileNotFoundError, NotADirectoryError):
+            return False
     return False
 
 
@@ -207,6 +210,15 @@ def opened(path: Path) -> Iterator[int | None]:
         yield found if stat.S_ISREG(os.fstat(found).st_mode) else None
     finally:
         os.close(found)
+
+
+def sync_folder(path: Path) -> None:
+    """Flush a folder to disk, so that the names of new files survive a power failure."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def network_file_system(path: Path) -> str:

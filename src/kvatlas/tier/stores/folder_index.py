@@ -237,7 +237,7 @@ class FolderIndex:
 
 
 class _Forks:
-    """The indexes of this process, which are closed while it forks."""
+    """Closes the indexes of this process before a fork, and opens them again afterwards."""
 
     def __init__(self) -> None:
         self.indexes: WeakSet[FolderIndex] = WeakSet()

@@ -73,7 +73,7 @@ class FolderSpace:
         yield ALL, self._capacity
 
     def finish(self, objects: Sequence[tuple[str, int]]) -> None:
-        """Record that objects have been written, or release their space if they have not."""
+        """Record which objects have been written, and release the space of the others."""
 
         def act(database: sqlite3.Connection) -> None:
             for name, size in objects:
@@ -132,23 +132,19 @@ class FolderSpace:
         where, values = ("", ()) if owner == ALL else ("WHERE tenant = ?", (owner,))
         query = f"SELECT name, size, used, writing FROM objects {where} ORDER BY used LIMIT {_FEW}"  # noqa: S608
         found = [Candidate(*row) for row in database.execute(query, values)]
-        for name, *numbers in found:
-            # Another program may have written the index: delete nothing outside the folder.
-            numbers_only = all(isinstance(number, int) for number in numbers)
-            if (
-                not numbers_only
-                or not is_name(str(name))
-                or leads_away(self._root, self._root / name)
-            ):
-                raise DamagedIndexError
+        if not all(isinstance(number, int) for one in found for number in one[1:]):
+            raise DamagedIndexError
         return found
 
     def _consider(self, database: sqlite3.Connection, one: Candidate) -> tuple[int, int]:
         """Evict an object, unless it is being written or was used after the time in the index.
 
-        Returns (freed bytes, time). The time is that of the last use if the object was kept because
-        of this use, otherwise 0.
+        Returns (freed bytes, time). The time is the last use if the object was kept because of it,
+        otherwise 0.
         """
+        # Another program may have written the index: delete nothing outside the folder.
+        if not is_name(str(one.name)) or leads_away(self._root, self._root / one.name):
+            raise DamagedIndexError
         now = time.time_ns()
         if one.writing and now - one.writing < _RESERVED:
             self._requeue(database, one.name, now)

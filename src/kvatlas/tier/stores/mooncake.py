@@ -193,10 +193,6 @@ class MooncakeStore(ObjectStore):
         answer = self._client.get_size(name)
         return int(answer) if self._answer("size", answer, _ABSENT) else ABSENT
 
-    def sweep(self) -> int:
-        """Do nothing: the master removes unfinished objects itself."""
-        return 0
-
     def capacity(self) -> StoreRoom:
         """Return the used and total bytes and the number of objects of the store."""
         figures = {}
@@ -275,7 +271,7 @@ class MooncakeStore(ObjectStore):
                 Code.WIRE_FAILED,
                 "Listing and counting objects requires the address of the metrics server",
                 got="no metrics= option",
-                hint=f"Add it to the address: mooncake://{self.master}?metrics=host:9003",
+                hint=f"Add the option to the address: mooncake://{self.master}?metrics=host:9003",
             )
         try:
             with closing(HTTPConnection(self._metrics, timeout=_SECONDS)) as connection:

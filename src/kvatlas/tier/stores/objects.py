@@ -21,7 +21,7 @@ from kvatlas.errors import AtlasError, Code, MissingExtraError
 from kvatlas.geometry.integers import duration
 from kvatlas.tier.addresses import without_secrets
 from kvatlas.tier.store_calls import Deadline, StoreCalls
-from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom, joined_size
+from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom, joined_size, read_into
 
 T = TypeVar("T")
 REQUESTS = 16
@@ -34,8 +34,8 @@ SCHEMES = ("s3", "gs", "az", "abfs", "abfss", "azure")
 class BucketStore(ObjectStore):
     """Objects below a prefix of a bucket: `BucketStore("s3://bucket/prefix", region="eu-west-1")`.
 
-    A call for one object takes at most `timeout` seconds. `options` are those of `obstore`, such as
-    `endpoint`, `region` and `skip_signature`. Credentials are taken from the environment, as the
+    A call for one object takes at most `timeout` seconds. `options` are options of `obstore`, such
+    as `endpoint`, `region` and `skip_signature`. Credentials are taken from the environment, as the
     tools of the service do. The bucket must exist. It should delete objects by age, because this
     store never evicts. After the first request to any bucket, forked children of the process cannot
     make requests: calls raise an error there.
@@ -99,12 +99,7 @@ class BucketStore(ObjectStore):
             content = np.frombuffer(found.bytes(), np.uint8)
         except (self._obstore.exceptions.NotFoundError, FileNotFoundError):
             return ABSENT
-        at = 0
-        for part in parts:
-            some = content[at : at + part.nbytes]
-            part[: some.nbytes] = some
-            at += part.nbytes
-        return content.nbytes
+        return read_into(parts, content)
 
     def ranges(self, name: str, wanted: Sequence[tuple[int, Bytes]]) -> int:
         """Read parts of an object and return the number of bytes read, or `ABSENT`."""

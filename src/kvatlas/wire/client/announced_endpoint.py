@@ -60,5 +60,5 @@ def _elsewhere(endpoint: str, host: str) -> AtlasError:
         Code.BAD_HANDSHAKE,
         "A push must come from the host whose address its endpoint contains",
         got=f"endpoint {endpoint} from host {host}",
-        hint="Let the source listen at the address from which it connects, or at 0.0.0.0",
+        hint="Let the source listen at 0.0.0.0, or at the address of its connections",
     )

@@ -71,7 +71,7 @@ class PeerConnection:
     def costs_near(self, length: int) -> Costs | None:
         """Return measured costs for runs of about `length` bytes; None if there are none.
 
-        The costs may be those of runs of `length`, `2 * length` or `length // 2` bytes.
+        The costs may have been measured with runs of `length`, `2 * length` or `length // 2` bytes.
         """
         near = (self.costs.get(one) for one in (length, 2 * length, length // 2))
         return next(filter(None, near), None)
@@ -180,7 +180,7 @@ class Connections:
             one.close()
 
     def drop_lost(self) -> None:
-        """Close unused connections, except those whose peer is known to be alive."""
+        """Close unused connections, unless their peer is known to be alive."""
         with self._lock:
             idle = [one for one in self._open.values() if not one.users]
         for connection in idle:

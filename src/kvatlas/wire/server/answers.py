@@ -297,8 +297,8 @@ class Answers:
     def _must_gather(self, lease: Lease) -> bool:
         """Whether this node must gather the pull's bytes, because the peer cannot read the pools.
 
-        A peer cannot read pools that are not shared, or pools whose content must be converted in a
-        way that the peer cannot combine with the read.
+        A peer cannot read pools that are not shared. It also cannot read pools whose content needs
+        a conversion, if the conversion cannot be part of the read.
         """
         stream, casts = lease.stream, self.node.transport.casts
         converts = isinstance(stream, ConvertedStream) and not (casts and stream.by_element)

@@ -86,8 +86,10 @@ class NodeState:
             nbytes = self.piece * self.buffers
             staging = staging_memory(self.transport, self.staging_device, nbytes)
             self.memory = {**self.memory, **memory_of({STAGING: staging})}
-        wiped = self.transport.shared == "staging"
-        self.staging = StagingBuffers(staging, self.piece, wiped=wiped)
+        private = self.transport.shared == "staging"
+        self.padding = not private
+        """Whether routes copy padding: not if peers must not see bytes of earlier requests."""
+        self.staging = StagingBuffers(staging, self.piece, wiped=private)
         for_peers: StagingBuffers | PeerSegments = self.staging
         most = self.staging.most(for_peer=True)
         if self.transport.lends_segments:
@@ -172,6 +174,7 @@ class NodeState:
             metadata=self.transport.publish(),
             conversion=self.conversion,
             identity=self.identity if version >= protocol.IDENTITY_VERSION else None,
+            padding=self.padding and version >= protocol.PADDING_VERSION,
         )
 
     def check_peer(self, peer: Peer) -> None:
@@ -235,7 +238,7 @@ class NodeState:
 
     def _route(self, peer: Peer, way: str, source: Plan, destination: Plan) -> Route:
         terms = b"" if peer.conversion is None else msgspec.json.encode(peer.conversion)
-        key = (peer.plan_hash, way, terms)
+        key = (peer.plan_hash, way, terms, peer.padding)
         with self._routes_lock:
             if key in self.routes:
                 self.routes.move_to_end(key)
@@ -251,9 +254,10 @@ class NodeState:
         """Return the route between two plans, with the conversion that both ends request."""
         mine, theirs = self.conversion, peer.conversion
         alike = fingerprint(source) == fingerprint(destination)
+        padding = self.padding and peer.padding
         if mine is None or theirs is None:
             if alike or mine is theirs:
-                return route(source, destination)
+                return route(source, destination, padding=padding)
         elif alike or mine.convert == theirs.convert:
             scales = [mine.scales or None, theirs.scales or None]
             if source is peer.plan:
@@ -264,6 +268,7 @@ class NodeState:
                 convert=None if alike else mine.convert,
                 source_scales=scales[0],
                 destination_scales=scales[1],
+                padding=padding,
             )
         named = [repr(terms.convert) if terms else "nothing" for terms in (mine, theirs)]
         raise AtlasError(

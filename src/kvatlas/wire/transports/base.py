@@ -203,7 +203,7 @@ class Link:
 
 
 class Transport(ABC):
-    """Moves bytes between the memory of this process and that of its peers.
+    """Moves bytes between the memory of this process and the memory of its peers.
 
     With `shared="staging"`, peers can access only staging buffers that are lent to them. The pools
     stay private, and all bytes for a peer pass through such a buffer.

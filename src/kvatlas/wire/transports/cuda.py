@@ -158,7 +158,7 @@ class CudaTransport(Transport):
                 Code.WRONG_DEVICE,
                 "CUDA cannot share this memory with other processes",
                 got=f"{region.nbytes:,} bytes on {region.device}: {problem}",
-                hint="Allocate it with cudaMalloc, without expandable segments or managed memory",
+                hint="Use memory of cudaMalloc, without expandable segments or managed memory",
             ) from problem
         offset = region.address - base
         if offset + region.nbytes > nbytes:

@@ -110,7 +110,7 @@ def cancelled() -> AtlasError:
         Code.CANCELLED,
         "The operation was released before it was done",
         got="a poll after release()",
-        hint="Release a handle only after it is done",
+        hint="Release a handle only after its operation is done",
     )
 
 

@@ -279,7 +279,7 @@ class MooncakeLink(Link):
         return self._called(engine, call)
 
     def _called(self, engine: Any, part: list[list[int]]) -> AtlasError | None:
-        """Read one part of `in_calls`. Return the error if the call fails, otherwise None."""
+        """Make one call, with a part that `in_calls` yields. Return its error, or None."""
         answer = engine.batch_transfer_sync_read(self.peer.session, *part)
         if answer == 0:
             return None

@@ -190,7 +190,7 @@ class NixlLink(Link):
             handle.settle()
 
     def _end(self) -> None:
-        """Destroy the agent, or retire it if operations are in flight that need the CPU."""
+        """Destroy the agent. Retire it instead if the CPU still works on operations in flight."""
         with self.lock:
             if self.agent is None:
                 return

@@ -150,7 +150,7 @@ class _BothHandles(Handle):
 
 
 def _rows(copy: Copy, rows: slice) -> Copy:
-    """Return a `Copy` with only those runs of `copy` whose index is in the slice `rows`."""
+    """Return a `Copy` with only the runs of `copy` whose index is in the slice `rows`."""
     source, destination, length = (
         column[rows] for column in (copy.source, copy.destination, copy.length)
     )

@@ -1,4 +1,4 @@
-"""Find transports by name: those of kvatlas, and those that installed packages provide.
+"""Find transports by name: transports of kvatlas and of other installed packages.
 
 A package adds a transport with an entry point in the group `kvatlas.transports`, which names a
 subclass of `Transport`:

@@ -183,7 +183,7 @@ def _no_answer(seconds: float) -> AtlasError:
         Code.DEADLINE,
         "The peer does not reply",
         got=f"no reply within {seconds:.1f} s",
-        hint="Check whether its process is stopped, or retry on another replica",
+        hint="Check whether the peer's process is stopped, or retry on another replica",
     )
 
 

@@ -138,5 +138,5 @@ def refuse_schedule(given: Schedule, split: WorkSplit, count: int) -> None:
         pairs = zip(split._fields, given.split, split, strict=True)
         problem = "The schedule must have the work split of this layer, dtype and `max_queries`"
         unlike = [f"{name}={old} instead of {new}" for name, old, new in pairs if old != new]
-        hint = "Call `schedule` with what `split_of` returns for this layer and `max_queries`"
+        hint = "Pass the result of `split_of` for this layer and `max_queries` to `schedule`"
         raise AtlasError(Code.BAD_TENSOR, problem, got=", ".join(unlike), hint=hint)

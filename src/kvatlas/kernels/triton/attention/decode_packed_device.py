@@ -242,9 +242,9 @@ def walk_words(
 ):  # fmt: skip
     """Update the softmax with a stretch of states (cached tokens), read as 16-bit words.
 
-    The result equals that of `walk`. Each row of V starts `WORDS.delta` bytes after the row of K.
-    If `WORDS.lead` is not 0, a read of V starts that many bytes before the row, so that it is as
-    wide as a read of K. Such a read misses the last elements of the row, which are loaded as a
+    The result equals the result of `walk`. Each row of V starts `WORDS.delta` bytes after the row
+    of K. If `WORDS.lead` is not 0, a read of V starts that many bytes before the row, so that it is
+    as wide as a read of K. Such a read misses the last elements of the row, which are loaded as a
     separate tile. Their sums overwrite the accumulator columns of the bytes before the row, which
     are not elements of V.
     """

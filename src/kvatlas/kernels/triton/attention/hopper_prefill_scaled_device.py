@@ -117,9 +117,9 @@ def put_k(loaded, to, factors, SHAPE: gl.constexpr):
 
 @gluon.jit
 def put_v(loaded, to, factors, SHAPE: gl.constexpr):
-    """Store rows of V, rotated by one word, and their scales in shared memory.
+    """Store the scales of rows of V, and the rows rotated by one word, in shared memory.
 
-    The last word of a row is stored first: it replaces the word that contained K's scale.
+    The last word of a row is stored in the first column, in place of K's scale.
     """
     words, behind = loaded
     columns = gl.arange(0, words.shape[1], layout=gl.SliceLayout(0, words.type.layout))
@@ -132,8 +132,8 @@ def put_v(loaded, to, factors, SHAPE: gl.constexpr):
 def convert_halves(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr):
     """Load and unpack the tiles of K and V that `work` reads, by half tiles, the last tile first.
 
-    Halves of K are loaded while those of V are unpacked, and vice versa. Registers then contain two
-    halves at a time; whole tiles of K and V would not fit.
+    Halves of K are loaded while halves of V are unpacked, and vice versa. Registers then contain
+    two halves at a time; whole tiles of K and V would not fit.
     """
     STAGES: gl.constexpr = room.k.shape[0]
     TILE: gl.constexpr = room.k.shape[1]

@@ -1,8 +1,8 @@
 """Device code of MLA decode on Hopper for few query rows. Memory bandwidth limits its speed.
 
-The warp groups are those of `latent_decode_device`, but both matrix products are transposed: the
-rows of the logits are cached tokens, and the rows of the sums are latent columns. The reason is
-that a matrix instruction needs 64 rows, but accepts as few as 8 columns.
+The warp groups do the same work as in `latent_decode_device`, but both matrix products are
+transposed: the rows of the logits are cached tokens, and the rows of the sums are latent columns.
+The reason is that a matrix instruction needs 64 rows, but accepts as few as 8 columns.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def put(
 ):  # fmt: skip
     """Write the output if the worker processed the whole sequence, else a partial result.
 
-    `where` is that of `latent_decode_device.put`.
+    `where` has the same meaning as in `latent_decode_device.put`.
     """
     acc, top, total = softmax
     start, count, begun, ended = where

@@ -59,10 +59,10 @@ def attend(
 ) -> torch.Tensor:
     """Compute attention of `q` [tokens, query heads, D] over each sequence's cache.
 
-    The arguments are those of `kvatlas.kernels.attend`, plus `prepared`, a schedule that all
-    layers of a kind can share in a step, and `choice`, which overrides the tuned settings.
-    `max_queries=1` skips the launch for prefill. With 8-bit and 4-bit caches, queries are
-    converted to float16, so they must not exceed 65504.
+    There are two more arguments than in `kvatlas.kernels.attend`: all layers of a kind can share
+    the schedule `prepared` in a step, and `choice` overrides the tuned settings. `max_queries=1`
+    skips the launch for prefill. With 8-bit and 4-bit caches, queries are converted to float16, so
+    they must not exceed 65504.
     """
     layer.spec_as(Attention)
     scores = Scores(scale, softcap, k_scale, v_scale, sink_logits is not None)
@@ -92,9 +92,9 @@ def attend_latent(
 ) -> torch.Tensor:
     """Compute absorbed MLA of `q` [tokens, heads, latent + rope] over each sequence's cache.
 
-    Returns [tokens, heads, latent], before the value projection. The other arguments are those of
-    `attend`, and `indices` [tokens, k] is that of `kvatlas.kernels.attend_latent`: the positions
-    that each query attends to. With `indices`, `prepared` is not used.
+    Returns [tokens, heads, latent], before the value projection. `attend` describes the other
+    arguments. `indices` [tokens, k] contains the positions that each query attends to, as for
+    `kvatlas.kernels.attend_latent`; with it, `prepared` is not used.
     """
     layer.spec_as(LatentAttention)
     chosen = indices is not None

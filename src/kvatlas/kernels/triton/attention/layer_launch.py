@@ -139,7 +139,7 @@ def layer_launch(
     max_queries: int | None,
     choice: dict[str, Any],
 ) -> LayerLaunch:
-    """Return the launches of a layer for the shape and dtype of `q`; cached."""
+    """Return the launches of a layer for the shape and dtype of `q`. The result is cached."""
     key = (q.shape[1:], q.dtype, q.is_cuda, scores, max_queries, tuple(choice.items()))
     kept: LayerLaunch | None = layer.kept.get(key)
     if kept is None:
@@ -181,7 +181,7 @@ def _worked_out(
 
 
 def _attention_sides(layer: LayerCache, q: torch.Tensor) -> tuple[StoredSide, StoredSide]:
-    """Return format and strides of K and V of an attention layer.
+    """Return the formats and strides of an attention layer's K and V.
 
     Raises an error if no kernel supports the layer or the queries.
     """
@@ -200,7 +200,7 @@ def _attention_sides(layer: LayerCache, q: torch.Tensor) -> tuple[StoredSide, St
 
 
 def _latent_sides(layer: LayerCache, q: torch.Tensor) -> tuple[StoredSide, StoredSide]:
-    """Return format and strides of an MLA layer's latents and rotary parts.
+    """Return the formats and strides of an MLA layer's latents and rotary parts.
 
     Raises an error if no kernel supports the layer.
     """
@@ -238,7 +238,7 @@ def _shape(
 
 
 def _scoring(layer: LayerCache, scores: Scores) -> calls.Scoring:
-    """Return scoring parameters. The scale includes log2(e), unless there is a softcap."""
+    """Return the scoring parameters. The scale includes log2(e), unless there is a softcap."""
     spec = layer.spec
     scale, k_scale, v_scale = scores.scale, scores.k_scale, scores.v_scale
     if isinstance(spec, LatentAttention):
