@@ -18,7 +18,8 @@ import numpy as np
 from benchmarks.timing import median_ms, show
 from kvatlas.planning import Policy, plan
 from kvatlas.pool import BlockPool
-from kvatlas.simulate import PoolModel, Replay, ReplayPolicy, Spans, Trace, read_trace, simulate
+from kvatlas.simulate import PoolModel, ReplayPolicy, Spans, Trace, read_trace, simulate
+from kvatlas.simulate.fast_replay import FastReplay
 
 TOKENS, BLOCK = 65_536, 16
 REQUESTS, PROMPT = 400, 40
@@ -91,7 +92,7 @@ def repeated_traces() -> None:
         trace = conversations(REQUESTS).repeated(times)
         spans = Spans.of(trace, BLOCK)
         start = time.process_time()
-        Replay(PoolModel.plain(BLOCK, 20_000), spans, ReplayPolicy()).run()
+        FastReplay(PoolModel.plain(BLOCK, 20_000), trace, ReplayPolicy()).run()
         took = time.process_time() - start
         each = 1e9 * took / len(spans.numbers)
         alone = alone or each

@@ -264,23 +264,23 @@ export function copy(source, destination) {
   both((one) => one.layer.name, "missing_layers");
   both((one) => canonical([one.layer.name, one.field.name, content(one).sizes]), "unlike_layers");
   both((one) => canonical([one.layer.name, one.field.name, content(one).numbers]), "unlike_dtypes");
-  const found = [];
-  const on = ({ document, rank }) => document.all.filter(({ shard }) => shard.ranks[rank] !== null);
-  for (const one of on(destination)) {
-    const there = held(one, destination.tables, destination.rank), done = new Set();
-    for (const part of on(source)) {
-      if (part.layer.name !== one.layer.name || part.field.name !== one.field.name) continue;
-      const here = held(part, source.tables, source.rank);
-      check(one.group.holds !== "state" || here.stop === there.stop, "bad_tokens");
-      for (const [row, to] of there.rows) {
-        if (!here.rows.has(row) || done.has(row)) continue;
-        done.add(row);
-        for (const [state, base] of there.states) {
-          if (!here.states.has(state)) continue;
-          const from = here.states.get(state) + here.rows.get(row);
-          there.others.forEach((other, n) =>
-            found.push([here.region, from + here.others[n], there.region, base + to + other, one.item]));
-        }
+  const found = [], on = ({ document, rank }) => document.all.filter(({ shard }) => shard.ranks[rank] !== null);
+  const pairs = on(destination).map((one) => ({ one, parts: on(source).filter(({ layer, field }) =>
+    layer.name === one.layer.name && field.name === one.field.name) })).filter(({ parts }) => parts.length);
+  const ends = pairs.map(({ one, parts }) => ({ one, there: held(one, destination.tables, destination.rank),
+    sources: parts.map((part) => held(part, source.tables, source.rank)) }));
+  check(ends.every(({ one, there, sources }) => one.group.holds !== "state" ||
+    sources.every((here) => here.stop === there.stop)), "bad_tokens");
+  for (const { one, there, sources } of ends) {
+    const done = new Set();
+    for (const here of sources) for (const [row, to] of there.rows) {
+      if (!here.rows.has(row) || done.has(row)) continue;
+      done.add(row);
+      for (const [state, base] of there.states) {
+        if (!here.states.has(state)) continue;
+        const from = here.states.get(state) + here.rows.get(row);
+        there.others.forEach((other, n) =>
+          found.push([here.region, from + here.others[n], there.region, base + to + other, one.item]));
       }
     }
   }

@@ -74,8 +74,9 @@ INTERNAL: dict[str, str] = {
         geometry.address_arrays geometry.integers planning.plans
     """,
     "simulate": """
-        geometry.integers planning.sized_layers pool.checkpoints pool.event_recording pool.events
-        pool.eviction pool.eviction.base pool.group_needs
+        geometry.integers planning.sized_layers pool.block_ids pool.checkpoint_share
+        pool.checkpoints pool.event_recording pool.events pool.eviction pool.eviction.base
+        pool.group_needs
     """,
     "routing": """
         geometry.address_arrays geometry.block_images geometry.combine geometry.integers
@@ -114,8 +115,9 @@ INTERNAL: dict[str, str] = {
         geometry.integers models.row_identity planning.engine_rules planning.policy_atlas
         planning.request
         routing.conversion specs.cell_formats specs.scale_location tier.chained_keys
-        tier.addresses tier.converting tier.file_owner tier.hit tier.opening tier.prefix_finder
-        tier.store_hit tier.stored_positions tier.tier_events wire.channels wire.client.kept_offers
+        tier.addresses tier.any_tier tier.converting tier.file_owner tier.hit tier.opening
+        tier.prefix_finder tier.store_hit tier.stored_positions tier.tier_events wire.channels
+        wire.client.kept_offers
         wire.client.transfer_request wire.connection wire.protocol wire.transports.nixl_agents
         copying.cuda_driver copying.device_marks copying.memory_copy
     """,

@@ -61,6 +61,18 @@ def test_a_config_that_transformers_cannot_run_is_refused(source: Any, code: Cod
     assert refusal.value.code is code
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_falcon_caches_a_head_for_each_query_head_in_transformers(kv_heads: int) -> None:
+    """Falcon-40B repeats its KV heads before it caches them; engines cache each once."""
+    config = {
+        "architectures": ["FalconForCausalLM"], "model_type": "falcon", "dtype": "bfloat16",
+        "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 97,
+        "num_kv_heads": kv_heads, "new_decoder_architecture": True, "multi_query": True,
+    }  # fmt: skip
+    model = Model.load(config, oracle="transformers")
+    assert {layer.spec.heads for layer in model.layers} == {kv_heads}  # type: ignore[union-attr]
+
+
 def test_an_unknown_oracle_is_refused() -> None:
     with pytest.raises(AtlasError, match="no such oracle"):
         Model.load(GEMMA2, oracle="vllm")  # type: ignore[arg-type]

@@ -12,6 +12,11 @@ from tests.architectures.buildable import NOT_BUILT
 from tests.architectures.recording import recorded
 
 REFUSED_AND_BUILT = sorted(REFUSED.keys() & recorded().keys())
+COMPUTED = (
+    "layer_types", "layers_block_type", "block_types", "indexer_types", "no_rope_layers",
+    "per_layer_config", "num_layers_per_stack",
+)  # fmt: skip
+"""Keys whose defaults the config classes of transformers compute from other keys."""
 READ = sorted(recorded().keys() - REFUSED.keys())
 
 
@@ -22,6 +27,22 @@ def test_each_layer_caches_what_transformers_caches(model_type: str) -> None:
     kind = str(entry.config["model_type"])
     found = differences(model.layers, entry.layers, model_type=kind, longest=model.max_len)
     assert bool(found) == (kind in ENGINES_DIFFER), found[:2]
+
+
+@pytest.mark.parametrize("model_type", READ)
+def test_keys_that_transformers_computes_may_be_missing(model_type: str) -> None:
+    """The recorded configs are the defaults, so that transformers computes the same keys again."""
+    config = recorded()[model_type].config
+    whole = [layer.spec for layer in Model.load(config).layers]
+    present = [key for key in COMPUTED if config.get(key) is not None]
+    for keys in [*([key] for key in present), present]:
+        rest = {key: value for key, value in config.items() if key not in keys}
+        try:
+            model = Model.load(rest)
+        except AtlasError as refusal:
+            assert refusal.code is Code.MISSING_KEY, keys
+            continue
+        assert [layer.spec for layer in model.layers] == whole, keys
 
 
 @pytest.mark.parametrize("model_type", READ)

@@ -260,7 +260,7 @@ def test_an_engine_on_a_cpu_uses_the_attention_backend_of_a_cpu() -> None:
     assert verdicts(plain, plain)["backend"] == "no"  # bf16, as in the checkpoint
     assert "backend" not in verdicts(cpu, cpu)
     rows = {found.what: found.prefill for found in diagnose(cpu, cpu).findings}
-    assert (rows["backend"], rows["layout"], rows["block"]) == ("CPU_ATTN", "LBHNC", "32 tokens")
+    assert (rows["backend"], rows["layout"], rows["block"]) == ("CPU_ATTN", "LBHNC", "128 tokens")
 
 
 def test_an_installed_vllm_for_cpus_starts_no_engine_on_a_gpu(

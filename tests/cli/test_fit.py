@@ -120,9 +120,15 @@ def test_every_output_labels_an_estimate_of_the_weights(tmp_path: Path) -> None:
     rows = said("plan", model, "--gpu", "H100", "--compare", "kv-dtype=auto")["rows"]
     assert reason in rows[0]["warnings"]
     page = tmp_path / "map.html"
-    shown("map", model, "--gpu", "H100", "-o", str(page))
+    assert reason in " ".join(shown("map", model, "--gpu", "H100", "-o", str(page)).split())
     assert '"weights_source":"estimate, bf16"' in page.read_text()
     assert "unknown family newcomer" in page.read_text()
+    for form in ("--svg", "--text"):
+        assert reason in kvatlas("map", model, "--gpu", "H100", form).stderr
+    trace = str(Path(__file__).parents[1] / "pool" / "sample_trace.jsonl")
+    replay = ("simulate", model, "--gpu", "H100", "--trace", trace, "--max-len", "8K")
+    assert reason in " ".join(shown(*replay).split())
+    assert reason in said(*replay)["rows"][0]["warnings"]
 
 
 def test_weights_that_do_not_fit_are_reported_with_their_source(tmp_path: Path) -> None:

@@ -72,6 +72,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
             layer_types=[*["sliding_attention"] * 5, "full_attention"],
         ),
     ),
+    "chatglm": config(
+        "ChatGLMModel", 2, GQA, num_key_value_heads=None, kv_channels=128,
+        multi_query_attention=True, multi_query_group_num=2,
+    ),
     "gpt_oss": config("GptOssForCausalLM", 4, GQA, head_dim=64, sliding_window=128),
     "olmo3": config("Olmo3ForCausalLM", 8, GQA, sliding_window=4096),
     "exaone4": config(

@@ -35,7 +35,7 @@ BAD: list[tuple[Code, Any]] = [
     (Code.BAD_CONFIG, LLAMA | {"layer_types": ["full_attention"]}),
     (Code.BAD_CONFIG, LLAMA | {"layer_types": ["full_attention", "quantum_attention"]}),
     (Code.BAD_CONFIG, LLAMA | {"layer_types": "full_attention"}),
-    (Code.BAD_CONFIG, LLAMA | {"num_kv_shared_layers": 2}),
+    (Code.BAD_CONFIG, LLAMA | {"architectures": ["Gemma3nForCausalLM"], "num_kv_shared_layers": 2}),
     (Code.BAD_CONFIG, LLAMA | {"architectures": [7]}),
     (Code.BAD_CONFIG, LLAMA | {"quantization_config": "fp8"}),
     (Code.BAD_CONFIG, {"text_config": 3}),

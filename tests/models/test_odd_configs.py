@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas import AtlasError, Code
-from kvatlas.models import Model, catalogue
+from kvatlas.models import Model, Weights, catalogue
+from kvatlas.specs import SlidingAttention
 from tests.cases import each
 
 LLAMA: dict[str, Any] = {
@@ -142,3 +143,93 @@ def test_a_key_that_may_change_the_caches_is_never_ignored(
         assert key in str(refusal)
         return
     assert any(key in note for note in warnings), key
+
+
+def test_an_architecture_of_another_family_than_the_model_type_is_a_warning() -> None:
+    note = Model.load(LLAMA | {"model_type": "deepseek_v4"}).warnings[0]
+    assert note.startswith("LlamaForCausalLM is not an architecture of model type 'deepseek_v4'")
+    mistral = {"architectures": ["MistralForCausalLM"], "sliding_window": None}
+    assert Model.load(LLAMA | mistral).warnings == ()
+
+
+@each(["float8_e4m3fn", "int8", "float8_e5m2"])
+def test_a_dtype_of_weights_is_not_that_of_the_caches(dtype: str) -> None:
+    model = Model.load(LLAMA | {"dtype": dtype})
+    assert {layer.spec.page(16).nbytes for layer in model.layers} == {16 * 2 * 2 * 64 * 2}
+    assert any("no engine serves a model in its dtype" in note for note in model.warnings)
+    weights, plain = Weights.load(LLAMA | {"dtype": dtype}), Weights.load(LLAMA)
+    assert weights.estimate
+    assert any(dtype in note for note in weights.warnings)
+    assert plain.bytes / 2 < weights.bytes < 0.7 * plain.bytes
+
+
+def test_layers_that_share_caches_are_read_only_in_families_that_have_them() -> None:
+    (note,) = Model.load(LLAMA | {"num_kv_shared_layers": 2}).warnings
+    assert note.startswith("num_kv_shared_layers was not read")
+    assert len(Model.load(LLAMA | {"num_kv_shared_layers": 2}).layers) == 4
+
+
+CHATGLM: dict[str, Any] = {
+    "architectures": ["ChatGLMModel"], "model_type": "chatglm", "dtype": "float16",
+    "num_layers": 2, "hidden_size": 512, "num_attention_heads": 8, "kv_channels": 64,
+    "multi_query_attention": True, "multi_query_group_num": 2, "padded_vocab_size": 1000,
+    "ffn_hidden_size": 1024, "seq_length": 4096,
+}  # fmt: skip
+
+
+@each([(True, 2), (False, 8)])
+def test_chatglm_has_groups_only_with_multi_query_attention(grouped: bool, heads: int) -> None:
+    config = CHATGLM | {"multi_query_attention": grouped}
+    model = Model.load(config)
+    assert {layer.spec.heads for layer in model.layers} == {heads}  # type: ignore[union-attr]
+    assert model.warnings == ()
+    assert Weights.load(config).estimate
+
+
+@each(
+    [
+        {"model_type": "clip", "architectures": ["CLIPModel"]},
+        {"model_type": "siglip2", "architectures": ["Siglip2Model"]},
+    ]
+)
+def test_a_model_of_images_with_a_text_tower_is_refused(names: dict[str, Any]) -> None:
+    tower = {"hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8}
+    with pytest.raises(AtlasError, match="has no KV cache") as refusal:
+        Model.load(names | {"text_config": tower, "vision_config": tower})
+    assert refusal.value.code is Code.UNKNOWN_ARCHITECTURE
+
+
+def test_an_unknown_vision_model_is_refused() -> None:
+    sizes = {"hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8}
+    names = {"model_type": "my_vit", "architectures": ["MyVisionModel"], "image_size": 448}
+    with pytest.raises(AtlasError, match="has no KV cache"):
+        Model.load(sizes | names)
+    assert Model.load(sizes | names | {"vocab_size": 1000}).warnings
+
+
+SMOLLM3: dict[str, Any] = LLAMA | {
+    "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "sliding_window": 128,
+}  # fmt: skip
+
+
+@each(
+    [
+        ({}, []),
+        ({"use_sliding_window": True}, [3]),
+        ({"use_sliding_window": True, "no_rope_layer_interval": 2}, [1, 3]),
+        ({"use_sliding_window": True, "no_rope_layers": [1, 0, 1, 1]}, [1]),
+        ({"use_sliding_window": True, "sliding_window": None}, []),
+    ]
+)
+def test_layers_of_smollm3_without_rotary_positions_have_the_window(
+    extra: dict[str, Any], slides: list[int]
+) -> None:
+    layers = Model.load(SMOLLM3 | extra).layers
+    found = [layer.index for layer in layers if isinstance(layer.spec, SlidingAttention)]
+    assert found == slides
+
+
+def test_an_unknown_decoder_without_a_layer_pattern_is_a_warning() -> None:
+    unknown = LLAMA | {"architectures": ["NewForCausalLM"], "model_type": "new"}
+    notes = Model.load(unknown | {"sliding_window": 128}).warnings
+    assert "layer_types is missing: assuming the same attention in all layers" in notes

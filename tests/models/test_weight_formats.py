@@ -16,7 +16,7 @@ from kvatlas.models import Weights
 from kvatlas.models.config import Config
 from kvatlas.models.weights.formats import GGUF_BLOCKS, NAMED_FORMATS, format_in_name, named_format
 from kvatlas.models.weights.quantisation import quantisation
-from kvatlas.models.weights.tensor import Tensor
+from kvatlas.models.weights.tensor import Tensor, TensorClass
 from tests.cases import each
 from tests.models.test_weights import LINEAR, REST, SMALL
 
@@ -390,3 +390,22 @@ def test_quantised_checkpoints_of_the_facts_are_never_counted_in_16_bits() -> No
         described = "quantization_config" in file.read_text()
         assert weights.estimate != described, file.name
         assert bool(weights.warnings) >= weights.estimate
+
+
+@pytest.mark.parametrize("scheme", ["TENSOR", "NO_SCALES"])
+def test_the_quantisation_of_a_params_json_is_read(scheme: str) -> None:
+    params = {
+        "dim": 512, "n_layers": 2, "n_heads": 8, "n_kv_heads": 2, "head_dim": 64,
+        "hidden_dim": 2048, "vocab_size": 1000, "norm_eps": 1e-5,
+    }  # fmt: skip
+    section = {"qformat_weight": "fp8_e4m3", "qscheme_act": scheme}
+    weights, plain = Weights.load(params | {"quantization": section}), Weights.load(params)
+    assert (weights.source, weights.warnings) == ("config, fp8", ())
+    linear = plain.parameters - sum(plain.classes[kind].parameters for kind in NOT_QUANTISED)
+    assert weights.bytes == plain.bytes - linear + 8 * 7 * 2  # two scales for each matrix
+    unknown = Weights.load(params | {"quantization": {"qformat_weight": "fp6"}})
+    assert unknown.estimate
+    assert unknown.bytes == plain.bytes
+
+
+NOT_QUANTISED: tuple[TensorClass, ...] = ("embedding", "lm_head", "norm")

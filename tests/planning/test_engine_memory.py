@@ -72,22 +72,25 @@ class Engine:
         return foreign(self.model, layers, max_len=self.max_len, **self.options)
 
 
+def several(name: str, layers: int, *specs: Spec) -> Model:
+    """A model that repeats these layers."""
+    each: list[dict[str, Spec]] = [{"attn": spec} for spec in specs]
+    return model_of(name, *each * layers)
+
+
 def dense(layers: int = 3, **spec: Any) -> Model:
-    attention = FullAttention(heads=HEADS, **({"head_dim": WIDTH} | spec))
-    return model_of("dense", *[{"attn": attention}] * layers)
+    return several("dense", layers, FullAttention(heads=HEADS, **({"head_dim": WIDTH} | spec)))
 
 
 DENSE = dense()
 WINDOW: Spec = SlidingAttention(heads=HEADS, head_dim=WIDTH, window=20)
-SLIDING = model_of(
-    "sliding", *[{"attn": WINDOW}, {"attn": FullAttention(heads=HEADS, head_dim=WIDTH)}] * 2
-)
-LATENT = model_of("latent", *[{"attn": LatentAttention(latent=64, rope=16)}] * 3)
-ROWS_656 = model_of("rows", *[{"attn": LatentAttention(latent=512, cache="fp8_ds_mla")}] * 2)
+SLIDING = several("sliding", 2, WINDOW, FullAttention(heads=HEADS, head_dim=WIDTH))
+LATENT = several("latent", 3, LatentAttention(latent=64, rope=16))
+ROWS_656 = several("rows", 2, LatentAttention(latent=512, cache="fp8_ds_mla"))
 SPARSE = model_of("sparse", *[sparse_latent()] * 2)
 COMPRESSED = model_of("compressed", compressed_latent(0), compressed_latent(4))
 NVFP4 = dense(2, head_dim=128, cache="nvfp4")
-MAMBA = model_of("mamba", *[{"mixer": Mamba2(heads=4, head_dim=8, groups=2, state_size=6)}] * 3)
+MAMBA = several("mamba", 3, Mamba2(heads=4, head_dim=8, groups=2, state_size=6))
 
 
 def of_pairs(model: Model, arena: Arena, arrays: Any, axes: str, **more: Any) -> Engine:
@@ -456,13 +459,14 @@ def carry(source: Plan, destination: Plan, tables: Any, tokens: int, pools: Any)
 def states(made: Plan, layer: str, tensor: Tensor, tables: Any, tokens: int) -> NDArray[Any]:
     """The states of a request that are still seen, in the order of tokens."""
     group = made.region_of(layer)[0].group
-    chosen = tensor.logical[tables[group]]
+    chosen: NDArray[Any] = tensor.logical[tables[group]]
     if "N" not in tensor.axes:
         return chosen
     each = made.spec(layer).tokens_per_state
     assert each
     first = made.groups[group].visibility.first(tokens)
-    return chosen.reshape(-1, *chosen.shape[2:])[first // each : tokens // each]
+    chosen = chosen.reshape(-1, *chosen.shape[2:])
+    return chosen[first // each : tokens // each]
 
 
 def put_states(
@@ -597,10 +601,10 @@ def test_head_groups_of_page_unified_are_ranks(policy: Any) -> None:
     pool = rng.integers(0, 256, ours.pools[0].nbytes, dtype=np.uint8)
     tables = tables_of(engine, 40, first=1), tables_of(ours, 40, first=2)
     way = route(engine, ours)
-    ends = {"source_blocks": tables[0], "destination_blocks": tables[1], "tokens": 40}
+    ends: dict[str, Any] = {"source_blocks": tables[0], "destination_blocks": tables[1]}
     for rank in (0, 1):
         shared = arena.bytes[rank * made.strides[1] :]
-        for copy in way.bind(source_rank=rank, destination_rank=0, **ends).copies:
+        for copy in way.bind(source_rank=rank, destination_rank=0, tokens=40, **ends).copies:
             columns = (copy.source.tolist(), copy.destination.tolist(), copy.length.tolist())
             for start, to, nbytes in zip(*columns, strict=True):
                 pool[to : to + nbytes] = shared[start : start + nbytes]

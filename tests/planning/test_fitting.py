@@ -50,11 +50,11 @@ CHIPS = {"H100": "sm90", "H200": "sm90", "L40S": None, "A100-80GB": "sm80", "B20
         ("Qwen3-8B", "4xA100", "32K"),
         ("gpt-oss-120b", "4xH100", "32K"),
         ("Qwen3-30B-A3B", "6xA100", "8K"),
-        pytest.param(*("DeepSeek-V3.2", "8xH200", "32K"), marks=pytest.mark.slow),
-        pytest.param(*("Qwen3-235B-A22B", "8xH100", "32K"), marks=pytest.mark.slow),
+        pytest.param("DeepSeek-V3.2", "8xH200", "32K", marks=pytest.mark.slow),
+        pytest.param("Qwen3-235B-A22B", "8xH100", "32K", marks=pytest.mark.slow),
         ("Qwen3-Next-80B-A3B", "4xH100", "32K"),
-        pytest.param(*("Kimi-Linear-48B-A3B", "4xH200", "16K"), marks=pytest.mark.slow),
-        pytest.param(*("Llama-3.1-70B", "2x4xH100", "32K"), marks=pytest.mark.slow),
+        pytest.param("Kimi-Linear-48B-A3B", "4xH200", "16K", marks=pytest.mark.slow),
+        pytest.param("Llama-3.1-70B", "2x4xH100", "32K", marks=pytest.mark.slow),
     ],
 )
 def test_no_plan_of_the_same_gpus_serves_more_users(name: str, machine: str, max_len: str) -> None:

@@ -12,14 +12,17 @@ A rank has 60 GiB, and the chip is sm90. The arithmetic follows vLLM's functions
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 pytest.importorskip("typer")
 
+from kvatlas.models import catalogue
 from kvatlas.planning import plan
-from tests.cli.helpers import said
+from tests.cli.helpers import said, shown
 
 MEMORY = 60 << 30
 BF16, FP32 = 2, 4
@@ -110,6 +113,39 @@ def test_plans_are_those_computed_by_hand(name: str, tp: int) -> None:
         assert (made.block_size, made.num_blocks) == (hand.block, blocks)
         for length, held in ((4096, hand.at_4k), (32768, hand.at_32k)):
             assert made.requests(length, in_flight=1) == pytest.approx(blocks / held)
+
+
+RECORDED = json.loads(Path(__file__).with_name("vllm_answers.json").read_text())
+
+
+@pytest.mark.parametrize("chip", ["sm80", "sm90", "sm100"])
+def test_the_command_prints_what_vllm_answered(chip: str) -> None:
+    """Block size, and decoding requests of 4k and 32k, that the recorder got from each release."""
+    answer = said("releases", "0.32", "0.33", "--chip", chip, "--memory", "140GiB")
+    compared = changed = 0
+    for row in answer["rows"]:
+        sides, refusals = [], False
+        for side, release in (("older", "0.32"), ("newer", "0.33")):
+            answers = RECORDED[release].get(row["model"], {}).get("8", [])
+            given = [one for chips, one in answers if chip in chips.split()]
+            refusals |= isinstance(given[0], str) if given else False
+            if not given or isinstance(given[0], str):
+                continue
+            block, fits = given[0][0], given[0][6]
+            assert row[side] == pytest.approx([block, fits[1], fits[3]], abs=2e-4), row["model"]
+            sides.append(row[side])
+            compared += 1
+        changed += len(sides) == 2 and sides[0] != sides[1]
+        assert refusals == any("refuses" in note for note in row["warnings"]), row["model"]
+    assert compared > 100
+    assert changed == (0 if chip == "sm80" else 5)
+
+
+def test_the_command_lists_models_without_a_plan() -> None:
+    answer = said("releases", "0.32", "0.33", "--tp", "3")
+    assert len(answer["rows"]) + len(answer["left_out"]) == len(catalogue())
+    text = " ".join(shown("releases", "0.32", "0.33", "--tp", "3").split())
+    assert f"{len(answer['left_out'])} models have no plan with tp 3" in text
 
 
 def test_the_command_prints_these_figures() -> None:

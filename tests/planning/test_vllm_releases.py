@@ -211,6 +211,31 @@ def test_a_plan_for_a_chip_that_vllm_refuses_has_a_warning() -> None:
             assert not plan(name, policy=f"vllm@{release}", chip="sm90", **ask).warnings
 
 
+def test_rules_that_were_not_compared_with_vllm_are_a_warning() -> None:
+    ask: dict[str, Any] = {"memory": "140GiB", "tp": 8}
+    words = "were not compared with vLLM's own plans"
+    for name, policy, chip, warned in (
+        ("Llama-3.1-8B", "vllm", "sm120", True),
+        ("Llama-3.1-8B", "atlas", "sm120", False),
+        ("DeepSeek-V3.2", "atlas", "sm121", True),
+        ("DeepSeek-V3.2", "vllm", "sm100", False),
+        ("Llama-3.1-8B", "vllm@0.32", "sm89", False),
+    ):
+        made = plan(name, policy=policy, chip=chip, **ask)
+        assert any(words in text for text in made.warnings) == warned, (name, chip)
+
+
+def test_a_gpu_without_known_rules_is_a_warning() -> None:
+    for gpu, policy, warned in (
+        ("8xMI300X", "vllm", True), ("8xMI300X", "atlas", False), ("8x96GB", "vllm@0.32", True),
+        ("8xH100", "vllm", False),
+    ):  # fmt: skip
+        found = fit("Qwen3-8B", gpu, policy=policy)
+        assert any("are not known" in text for text in found.warnings) == warned, gpu
+    chosen = fit("Qwen3-8B", "8x96GB", policy="vllm", chip="sm90")
+    assert not chosen.warnings
+
+
 def test_all_layers_of_a_sparse_model_have_the_sparse_backend() -> None:
     """In GLM-5.2, layers without an indexer use the selection of another layer."""
     model = Model.load("GLM-5.2")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,7 +17,6 @@ from kvatlas.pool.eviction import EVICTIONS
 from kvatlas.simulate import Replay, ReplayPolicy
 from kvatlas.simulate.layer_classes import LayerClass, PoolModel
 from kvatlas.simulate.prompt_spans import Spans
-from kvatlas.simulate.timed_replay import TimedReplay
 from kvatlas.simulate.traces import Trace, TraceBuilder, TraceRequest, read_trace
 from kvatlas.specs import Visibility
 from tests.pool.oracle import Oracle, OracleClass, worth
@@ -99,37 +97,6 @@ def test_every_policy_finds_what_a_cache_of_single_tokens_finds(seed: int) -> No
         replay = Replay(model, spans, policy, in_flight=np.array(held).T, saved=saved_of(model))
         oracle = Oracle(step, kinds, blocks, eviction, kept, requests, known, named, held, by_group)
         assert (replay.run().hits * step).tolist() == oracle.run(), (eviction, kept)
-
-
-@settings(max_examples=2_000 if DEEP else 12)
-@given(seed=st.integers(0, 1 << 32))
-def test_requests_that_never_overlap_find_what_they_find_one_after_the_other(seed: int) -> None:
-    dice = Random(seed)  # noqa: S311
-    trace, requests = random_trace(dice)
-    kinds, step = random_classes(dice), dice.randint(1, 5)
-    pools = 1 + max(kind.pool for kind in kinds)
-    model = PoolModel(
-        step, tuple(map(simulated, kinds)), tuple(dice.randint(5, 50) for _ in range(pools))
-    )
-    held = np.array([[dice.randint(0, 2) for _ in range(pools)] for _ in requests]).T
-    spans = Spans.of(trace, step)
-    for eviction in EVICTIONS:
-        policy = ReplayPolicy(eviction, checkpoint_policy(dice.choice(KEPT)))
-        options: Any = {"in_flight": held, "saved": saved_of(model)}
-        timed = TimedReplay(model, spans, policy, **options)
-        timed.start(trace, None)
-        alone = Replay(model, spans, policy, **options)
-        assert timed.run().hits.tolist() == alone.run().hits.tolist(), eviction
-        # And where they do, all that is held is given back, and no pool is too full.
-        late = replace(trace, outputs=np.array([dice.randint(0, 99) for _ in requests]))
-        crowd = TimedReplay(model, spans, policy, **options)
-        crowd.start(late, None)
-        crowd.run()
-        assert crowd._held == [0] * pools
-        assert crowd.outcome.peak <= sum(model.blocks)
-        kept = [int(crowd._size(crowd._of_pool(np.flatnonzero(crowd._present), n)).sum())
-                for n in range(pools)]  # fmt: skip
-        assert kept == crowd._used
 
 
 def test_a_share_of_the_memory_is_a_pool_of_its_own() -> None:

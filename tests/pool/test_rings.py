@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code
+from kvatlas.models import Model
 from kvatlas.planning import Plan, plan
 from kvatlas.pool import BlockPool
 from kvatlas.simulate.layer_classes import PoolModel
@@ -16,6 +18,8 @@ from kvatlas.tier import Tier
 from kvatlas.tier.canonical_rows import canonical_rows
 from kvatlas.wire.offers import Offer
 from tests.planning.test_rings import small
+
+CONFIGS = Path(__file__).parents[1] / "planning" / "ring_configs"
 
 
 def made(**ask: Any) -> Plan:
@@ -64,6 +68,14 @@ def test_tiers_refuse_rings() -> None:
             opened()
         assert refusal.value.code is Code.BAD_PLAN
         assert "rings" in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json")))
+def test_tiers_refuse_every_model_with_rings(name: str) -> None:
+    model = Model.load(CONFIGS / f"{name}.json")
+    with pytest.raises(AtlasError, match="cannot store models with rings") as refusal:
+        canonical_rows(model)
+    assert refusal.value.code is Code.BAD_PLAN
 
 
 def test_an_offer_has_the_rows_that_its_ring_still_has() -> None:

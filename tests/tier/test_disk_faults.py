@@ -21,7 +21,7 @@ from kvatlas.routing import Copy
 from kvatlas.tier import Tier, file_map
 from kvatlas.tier import file_pieces as pieces_
 from kvatlas.tier import format as format_
-from kvatlas.tier.index import StoreResult
+from kvatlas.tier.blocks import StoreResult
 from tests.tier.faults import CODES, DENSE, TOKENS, Faulty, code_of, kept, rows_agree
 from tests.tier.world import World, pools, small
 

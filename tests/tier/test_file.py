@@ -21,8 +21,8 @@ from kvatlas import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.tier import Tier
 from kvatlas.tier import format as format_
+from kvatlas.tier.blocks import StoreResult, TierBlock
 from kvatlas.tier.format import PAGE, RECORD, Extent, header
-from kvatlas.tier.index import StoreResult, TierBlock
 from tests.planning.models import ATTENTION, DELTA, SMALL, model_of
 from tests.tier.world import World, pools, small, tier_plan
 

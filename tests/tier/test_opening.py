@@ -27,8 +27,8 @@ from kvatlas.tier import (
     prefix_keys,
 )
 from kvatlas.tier.addresses import without_secrets
+from kvatlas.tier.any_tier import AnyTier
 from kvatlas.tier.chained_keys import PrefixChain
-from kvatlas.tier.prefix_finder import AnyTier
 from tests.tier.test_store_topologies import OURS
 from tests.tier.test_topologies import MODELS
 from tests.tier.world import MAX_LEN, World, small

@@ -138,7 +138,7 @@ def test_a_server_that_is_not_there_is_a_miss_and_an_error_of_the_store(store: s
     assert refusal.value.code is Code.WIRE_FAILED
     with open_tier(where, MODEL, OURS, block_size=16, staging=1 << 16) as tier:
         assert tier.match([b"key"], 16) == 0
-        assert dict(tier.misses) == {"failed": 1}  # type: ignore[union-attr]
+        assert dict(tier.misses) == {"failed": 1}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import pytest
 from kvatlas import AtlasError
 from kvatlas.errors import Code
 from kvatlas.tier import Tier, TierClient, TierServer, file_owner, share_file, share_memory
-from kvatlas.tier.index import StoreResult
+from kvatlas.tier.blocks import StoreResult
 from kvatlas.tier.served import messages as m
 from kvatlas.tier.served import server as server_
 from kvatlas.wire import make_transport, pools_for
@@ -105,9 +105,6 @@ def test_a_row_is_found_when_the_clients_of_all_ranks_have_stored(tmp_path: Path
                 world.check(client, SRC, (33, 70))
             key = world.keys(one)[0][0]
             assert (len(one), key in two, two.has(key), b"x" in two) == (7, True, True, False)
-            names, mark = two.names_since()
-            assert {name for _, name in names} == set(world.keys(one)[0])
-            assert two.names_since(mark) == ([], mark)
             assert two.drop(world.keys(two)) == 7
             assert len(one) == 0
 
@@ -169,7 +166,6 @@ def test_a_tier_that_is_gone_is_a_miss_and_found_again_when_it_is_back(tmp_path:
     with client.pin(keys, 100) as nothing:
         assert nothing.tokens == 0
     assert len(client) == 0
-    assert client.names_since(3) == ([], 3)
     with pytest.raises(AtlasError) as refusal:
         world.store(client, SRC)
     assert refusal.value.code is Code.PEER_LOST
@@ -379,7 +375,7 @@ def test_wrong_messages_are_refused_and_harm_nobody(served: Any) -> None:
             assert raw.recv(1 << 16), "a refusal"
     with connect_to_path(server.path, 5) as raw:
         connection, until = Connection(raw), time.monotonic() + 5
-        for version, refused in ((2, True), (1, False), (1, True)):
+        for version, refused in ((m.VERSION + 1, True), (m.VERSION, False), (m.VERSION, True)):
             connection.send(encode(m.Attach(version=version)), until)
             answer = decode(connection.receive(until), m.TierAnswer)
             assert isinstance(answer, Refusal) is refused

@@ -22,8 +22,8 @@ from kvatlas.tier import Tier
 from kvatlas.tier import file_map as file_map_
 from kvatlas.tier import file_pieces as pieces_
 from kvatlas.tier import file_writing as writing_
+from kvatlas.tier.blocks import StoreResult
 from kvatlas.tier.file_map import FileMap
-from kvatlas.tier.index import StoreResult
 from kvatlas.tier.ingest import Ingest
 from kvatlas.tier.part_sums import START, SummedStretches, block_checksum, part_sums
 from tests.tier.faults import DENSE, TOKENS, Faulty, code_of, kept, rows_agree
@@ -314,6 +314,13 @@ def test_threads_share_the_memory_that_they_gather_into(tmp_path: Path) -> None:
     assert pieces_.pieces(nothing, nothing, nothing, block) == []
 
 
+def only_as_grids(
+    ingest: Ingest, *about: Any, as_grids: bool = False, copies: Any = Ingest.copies
+) -> Any:
+    assert as_grids, "runs were written out"
+    return copies(ingest, *about, as_grids=True)
+
+
 def test_blocks_alike_are_written_to_a_file_without_a_list_of_their_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,7 +331,7 @@ def test_blocks_alike_are_written_to_a_file_without_a_list_of_their_runs(
         monkeypatch.setattr(pieces_, "_PIECE", piece)
         with Tier.open(tmp_path / f"{piece}", kept(blocks=12), durable=False) as tier:
             with monkeypatch.context() as patch:
-                patch.setattr(Ingest, "copies", lambda *_: pytest.fail("runs were written out"))
+                patch.setattr(Ingest, "copies", only_as_grids)
                 assert world.store(tier, made)[-1].whole > 0
             world.check(tier, small(DENSE))
             bad = small(DENSE, tp=2, layout="LBNHC", memory="3MiB")  # pools that are too small

@@ -16,7 +16,7 @@ from kvatlas.copying.memory import Memory
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy, scattered
 from kvatlas.tier import Tier
-from kvatlas.tier.index import StoreResult
+from kvatlas.tier.blocks import StoreResult
 from tests.planning.models import SMALL
 from tests.tier.world import World, digest, pools, small, tier_plan
 

@@ -23,8 +23,8 @@ from kvatlas.tier import (
     prefix_finder,
     tier_events,
 )
+from kvatlas.tier.any_tier import AnyTier
 from kvatlas.tier.chained_keys import PrefixChain
-from kvatlas.tier.prefix_finder import AnyTier
 from kvatlas.tier.tier_events import block_hash
 from tests.tier.test_store_topologies import OURS
 from tests.tier.test_topologies import MODELS

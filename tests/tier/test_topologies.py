@@ -18,7 +18,7 @@ from kvatlas.specs import (
     SlidingAttention,
 )
 from kvatlas.tier import Tier
-from kvatlas.tier.index import StoreResult
+from kvatlas.tier.blocks import StoreResult
 from tests.planning.models import LATENT, SMALL, model_of
 from tests.tier.world import World, every_block, pools, small, tier_plan
 

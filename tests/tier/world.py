@@ -17,12 +17,13 @@ from kvatlas.copying.gather_scatter import gather, scatter
 from kvatlas.models import Model
 from kvatlas.planning import Group, Plan, plan
 from kvatlas.routing import route, scattered
-from kvatlas.tier import StoreTier, Tier, TierClient
+from kvatlas.tier import Tier, TierClient
+from kvatlas.tier.any_tier import AnyTier
 
 Pools = dict[int, NDArray[np.uint8]]
 
 BlockTier = Tier | TierClient
-AnyTier = BlockTier | StoreTier
+
 
 GUARD = 64
 MAX_LEN = 192
@@ -69,7 +70,8 @@ class World:
 
     def __init__(self, model: Model, tokens: int, seed: int = 0, **options: Any) -> None:
         self.model, self.tokens = model, tokens
-        self.base = small(model, **options)
+        # Parts of a split state have copies of shared rows, which random bytes would make unlike.
+        self.base = small(model, **{"states": "apart", **options})
         self.contents = pools(self.base, 0, seed + 1000)
         self.tables = every_block(self.base, tokens)
 

@@ -241,7 +241,7 @@ def explain(
     facts = {**planned.facts(), "explain": [line.strip() for line in lines]}
     headed = {**facts, "answer": planned.answer()}
     # The headline already contains the content of the first two sentences.
-    about = notes(planned.fit.warnings[: len(planned.fit.weights_warnings)]) if planned.fit else []
+    about = notes(planned.fit.machine_warnings) if planned.fit else []
     answer(as_json, facts, headline(headed), *planned.machine(), sentences(lines[2:]), *about)
 
 
@@ -308,12 +308,14 @@ def map(  # noqa: A001 - the command's name
     drawn = draw(options, source, target, tokens=tokens, knobs=not (svg or text))
     if (svg or text) and output is None and not opened:
         typer.echo(drawn.svg() if svg else drawn.text(), nl=False)
+        for warning in drawn.warnings:
+            typer.echo(f"Note: {plain(warning)}", err=True)
         return
     form = "svg" if svg else "txt" if text else "html"
     path = output or Path(f"map.{form}")
     replaced = path.exists()
     path = drawn.save(path, form=form)
-    show(written(path, replaced=replaced))
+    show(written(path, replaced=replaced), *notes(drawn.warnings))
     if opened:
         typer.launch(path.absolute().as_uri())
 

@@ -10,7 +10,7 @@ import typer
 
 from kvatlas.cli.compare import AXES, check_memory_axis, usual
 from kvatlas.cli.failures import plain
-from kvatlas.cli.options import PlanOptions, contradictory
+from kvatlas.cli.options import PlanOptions, contradictory, plan_in
 from kvatlas.cli.progress import progress_bar
 from kvatlas.cli.replay_options import CHECKPOINTS, EVICTIONS, ReplayOptions
 from kvatlas.errors import AtlasError
@@ -123,7 +123,8 @@ def _row(
     elif axis:
         numeric = axis in ("block-size", "tp") and value.isdecimal()
         changes[AXES[axis]] = int(value) if numeric else value
-    plan = options.plan(**changes)
+    found = options.fit(**changes)
+    plan = plan_in(found)
     trace = within_limit(question.trace, options)
     with progress_bar(f"{plain(plan.model)} {value}") as told:
         rates = simulate(
@@ -137,7 +138,7 @@ def _row(
             state_share=int(tier) / 100 if tier.isdecimal() else None,
             progress=told,
         )
-    return rates.as_dict()
+    return rates.as_dict() | {"warnings": list(found.warnings)}
 
 
 def within_limit(trace: Trace, options: PlanOptions) -> Trace:

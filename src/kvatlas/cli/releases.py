@@ -10,7 +10,7 @@ from rich.text import Text
 from kvatlas.cli.app import Json, answer
 from kvatlas.cli.hybrids_page import patiently
 from kvatlas.cli.options import DEFAULT_MEMORY, completer
-from kvatlas.cli.tables import indented, requests, table
+from kvatlas.cli.tables import indented, labelled_notes, requests, table
 from kvatlas.errors import AtlasError
 from kvatlas.models import Model, catalogue
 from kvatlas.planning import plan
@@ -39,15 +39,19 @@ def releases(
     for release in (older, newer):
         split_policy(f"vllm@{release}")
     checked_chip(chip)
+    names = list(catalogue())
     rows = [
         row
-        for name in patiently(list(catalogue()), "Planning models")
+        for name in patiently(names, "Planning models")
         if (row := _row(name, older, newer, chip=chip, tp=tp, memory=memory))
     ]
+    left_out = [name for name in names if name not in {row["model"] for row in rows}]
     changed = [row for row in rows if row["changed"]]
     title = Text(f"vLLM {older} -> {newer}", style="bold")
     title.append(f"  {chip}, tp {tp}, {memory} per rank", style="not bold dim")
     count = f"{len(changed)} of {len(rows)} plans change."
+    if left_out:
+        count += f" {len(left_out)} models have no plan with tp {tp} in {memory}."
     made = table("model", "block", "", "4k", "", "32k", "", "ratio")
     for row in changed:
         cells = [
@@ -57,8 +61,11 @@ def releases(
         ]
         made.add_row(Text(row["model"], style="bold"), *cells, f"{row['ratio']:.2f}")
     told = [indented(made)] if changed else []
-    facts = {"older": older, "newer": newer, "chip": chip, "tp": tp, "rows": rows}
-    answer(as_json, facts, title, Text(count), *told, Text(_LEGEND, style="dim"))
+    facts = {
+        "older": older, "newer": newer, "chip": chip, "tp": tp, "rows": rows, "left_out": left_out,
+    }  # fmt: skip
+    noted = labelled_notes((row["model"], note) for row in rows for note in row["warnings"])
+    answer(as_json, facts, title, Text(count), *told, *noted, Text(_LEGEND, style="dim"))
 
 
 def _row(name: str, older: str, newer: str, **ask: Any) -> dict[str, Any] | None:
@@ -77,7 +84,12 @@ def _row(name: str, older: str, newer: str, **ask: Any) -> dict[str, Any] | None
     )
     same = plans[0].regions == plans[1].regions and old == new
     ratio = round(new[1] / old[1], 4)
-    return {"model": name, "older": old, "newer": new, "ratio": ratio, "changed": not same}
+    told = dict.fromkeys(note for made in plans for note in made.warnings)
+    warnings = [note for note in told if not note.startswith("max_len ")]
+    return {
+        "model": name, "older": old, "newer": new, "ratio": ratio, "changed": not same,
+        "warnings": warnings,
+    }  # fmt: skip
 
 
 def _figure(value: float) -> str:

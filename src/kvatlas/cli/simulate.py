@@ -139,6 +139,7 @@ def _parts(trace: Trace, rows: list[Row]) -> list[RenderableType]:
         elif row["refused"]:
             told.append((_label(row), f"{row['refused']:,} requests are too long for the memory."))
     found = [row for row in rows if not row["refused_plan"]]
+    told += [(row["model"], warning) for row in found for warning in row["warnings"]]
     told += [("", sentence) for sentence in trace.notes()] + _set_aside(found)
     if trace.content_known and any(row["seconds_saved"] is None for row in found):
         unknown = "The number of active parameters is unknown. Pass --active-params."

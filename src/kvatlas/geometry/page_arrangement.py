@@ -52,7 +52,7 @@ def side_by_side(
 
     In layouts that start with B, the sets follow each other in every block.
 
-    If `split` is not 1, the pages are those of kernel blocks: a block consists of `split`
+    If `split` is not 1, the pages belong to kernel blocks: a block consists of `split`
     kernel blocks, and each kernel block contains all sets. Blocks and kernel blocks then both
     have a constant stride.
 

@@ -19,9 +19,9 @@ elements that share its scale.
 | `turboquant_*` | the row's norm after a rotation; V's range | see `docs/explanation/caches.md` |
 
 Values that are not finite: `auto` keeps them. fp8 with one scale saturates infinities and keeps
-NaN. Formats that compute a scale return NaN for all elements that share it, so that an invalid
-row does not turn into valid numbers. Scales per token and head are at least 1e-6, so rows smaller
-than that become zero, as they do in vLLM.
+NaN. Formats that compute a scale return NaN for all elements with this scale. An invalid row thus
+never turns into valid numbers. Scales per token and head are at least 1e-6, so rows smaller than
+that become zero, as they do in vLLM.
 """
 
 from __future__ import annotations

@@ -89,6 +89,11 @@ class Map:
             route=route,
         )
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The warnings about the weights, if the map has a fit, and those of the plan."""
+        return self.plan.warnings if self.fit is None else self.fit.warnings
+
     def html(self) -> str:
         """Return a self-contained HTML page that works offline."""
         folder = resources.files("kvatlas.maps")

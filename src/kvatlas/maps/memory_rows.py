@@ -50,7 +50,8 @@ def block_rows(page: Page, placed: Placement) -> Placement:
 def field_rows(view: Placement, *, keep: tuple[str, ...]) -> Placement:
     """Return the rows to draw for a field that is stored apart from the others of its page.
 
-    Axes in `keep` are always divided: B for the rows of a block, and B and L for those of a page.
+    Axes in `keep` are always divided: B for the rows of a block, and B and L for the rows of a
+    page.
 
     >>> k = Placement.packed([("L", 2), ("B", 9), ("H", 8), ("N", 16), ("C", 64)], item=2)
     >>> field_rows(k, keep=("B",))

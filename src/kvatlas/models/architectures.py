@@ -14,7 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.models import dense, hybrids, latent, mamba, ring_readers
+from kvatlas.models import dense, hybrids, latent, mamba, ring_readers, window_patterns
 from kvatlas.models.config import QUERY_HEADS, Config
 from kvatlas.models.decoder import Decoder
 from kvatlas.models.layer import Layer
@@ -47,7 +47,7 @@ _PLAIN = """
     NemotronForCausalLM nemotron GraniteForCausalLM granite GraniteMoeForCausalLM granitemoe
     GraniteMoeSharedForCausalLM granitemoeshared InternLM3ForCausalLM internlm3
     Ernie4_5ForCausalLM ernie4_5 Ernie4_5_MoeForCausalLM ernie4_5_moe ApertusForCausalLM apertus
-    ArceeForCausalLM arcee SeedOssForCausalLM seed_oss SmolLM3ForCausalLM smollm3
+    ArceeForCausalLM arcee SeedOssForCausalLM seed_oss
     Starcoder2ForCausalLM starcoder2 MiMoForCausalLM mimo MiniCPMForCausalLM minicpm
     CohereForCausalLM cohere DeepseekForCausalLM deepseek Dots1ForCausalLM dots1
     HunYuanDenseV1ForCausalLM hunyuan_v1_dense HunYuanMoEV1ForCausalLM hunyuan_v1_moe
@@ -69,8 +69,28 @@ _FAMILIES: tuple[Family, ...] = (
     Family(_full_every(2), "Gemma2ForCausalLM gemma2 VaultGemmaForCausalLM vaultgemma"),
     # gpt-oss's sinks are learned logits, not cached rows.
     Family(_full_every(2), "GptOssForCausalLM gpt_oss", attention="attn.attn"),
-    Family(_full_every(6), "Gemma3ForCausalLM gemma3_text Gemma3nForCausalLM gemma3n_text"),
-    Family(_full_every(4), "Olmo3ForCausalLM olmo3 Exaone4ForCausalLM exaone4"),
+    Family(_full_every(6), "Gemma3ForCausalLM gemma3_text"),
+    Family(partial(dense.dense, every=5, shared=True), "Gemma3nForCausalLM gemma3n_text"),
+    Family(_full_every(5), "Kolibri1ForCausalLM kolibri1"),
+    Family(
+        _full_every(4),
+        "Olmo3ForCausalLM olmo3 Exaone4ForCausalLM exaone4 AfmoeForCausalLM afmoe",
+    ),
+    Family(
+        window_patterns.listed,
+        "LagunaForCausalLM laguna MellumForCausalLM mellum CohereCompassForCausalLM "
+        "cohere_compass_text",
+    ),
+    Family(
+        partial(window_patterns.first_full, every=4),
+        "CwmForCausalLM cwm GraniteSWAForCausalLM granite_swa "
+        "GraniteMoeSWAForCausalLM granitemoe_swa",
+    ),
+    Family(partial(window_patterns.last_full, every=6), "BeamForCausalLM beam"),
+    Family(window_patterns.flint, "FlintForCausalLM flint"),
+    Family(window_patterns.modernbert, "ModernBertDecoderForCausalLM modernbert-decoder"),
+    Family(window_patterns.smollm3, "SmolLM3ForCausalLM smollm3"),
+    Family(window_patterns.recurrent_stacks, "HrmTextForCausalLM hrm_text"),
     Family(dense.cohere, "Cohere2ForCausalLM cohere2 Cohere2MoeForCausalLM cohere2_moe"),
     Family(dense.llama4, "Llama4ForCausalLM llama4_text"),
     Family(
@@ -89,7 +109,7 @@ _FAMILIES: tuple[Family, ...] = (
     Family(dense.dense, "BloomForCausalLM bloom", "transformer.h", "self_attention.attn"),
     Family(dense.dense, "GPT2LMHeadModel gpt2 GPTJForCausalLM gptj", "transformer.h", "attn.attn"),
     Family(
-        dense.dense,
+        dense.chatglm,
         "ChatGLMModel ChatGLMForConditionalGeneration chatglm",
         "transformer.encoder.layers",
         "self_attention.attn",
@@ -124,9 +144,9 @@ _FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         latent.sparse_latent,
-        "DeepseekV32ForCausalLM deepseek_v32 GlmMoeDsaForCausalLM glm_moe_dsa HYV4ForCausalLM "
-        "hy_v4 AXK2ForCausalLM axk2",
+        "DeepseekV32ForCausalLM deepseek_v32 GlmMoeDsaForCausalLM glm_moe_dsa AXK2ForCausalLM axk2",
     ),
+    Family(latent.hy_v4, "HYV4ForCausalLM hy_v4"),
     Family(latent.compressed, "DeepseekV4ForCausalLM deepseek_v4"),
     Family(
         ring_readers.shared_compression,
@@ -218,6 +238,23 @@ def find_family(config: Config, *candidates: str | None) -> Family | None:
     return family
 
 
+def unlike_families(architecture: str | None, model_type: str | None) -> str | None:
+    """Return a warning if an architecture and a model type belong to families with other readers.
+
+    >>> unlike_families("LlamaForCausalLM", "gemma2")
+    "LlamaForCausalLM is not an architecture of model type 'gemma2': reading it as LlamaForCausalLM"
+    """
+    one, other = FAMILIES.get(architecture or ""), FAMILIES.get(model_type or "")
+    if one is None or other is None or one.reader is other.reader:
+        return None
+    if {one.reader, other.reader} == {latent.latent, latent.sparse_latent}:
+        return None  # the keys of an indexer decide
+    return (
+        f"{architecture} is not an architecture of model type {model_type!r}: reading it as "
+        f"{architecture}"
+    )
+
+
 def plain_family(config: Config, architecture: str, warnings: list[str]) -> Family:
     """Return the family of plain decoders, for a config whose architecture is unknown.
 
@@ -248,5 +285,7 @@ def plain_family(config: Config, architecture: str, warnings: list[str]) -> Fami
         warnings.append("head_dim is missing: using hidden size / query heads")
     if not config.has("layer_types", "sliding_window"):
         warnings.append("layer_types and sliding_window are missing: assuming full attention")
+    elif not config.has("layer_types", "sliding_window_pattern", "_sliding_window_pattern"):
+        warnings.append("layer_types is missing: assuming the same attention in all layers")
     warnings.append("assuming one cache per layer, named as in Llama")
     return Family(dense.dense)

@@ -36,6 +36,9 @@ ENGINES_DIFFER = {
 }
 """Model types whose caches differ between vLLM, which `Model` describes, and transformers."""
 
+_REPEATS = ("falcon",)
+"""Model types where transformers may cache K and V once per query head instead of KV head."""
+
 _WINDOW_OFFSETS = {"cohere2": 1, "cohere2_moe": 1, "mimo_v2_flash": -1}
 """Tokens by which vLLM's window is larger than that of transformers, by model type."""
 
@@ -74,6 +77,8 @@ def differences(
             theirs["window"] += offset
             if longest is not None and longest <= theirs["window"] and "window" not in ours[index]:
                 del theirs["window"]
+        if model_type in _REPEATS and ours[index].keys() == theirs.keys():
+            theirs |= {name: (ours[index][name][0], theirs[name][1]) for name in theirs}
         if sparse and _is_expanded(caches, index, theirs):
             theirs |= {name: ours[index][name] for name in ("keys", "values")}
         if ours[index] != theirs:

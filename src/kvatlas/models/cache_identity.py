@@ -8,15 +8,16 @@ compare identities before they exchange or reuse a cache.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from hashlib import blake2b
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models.checkpoint_identity import weights_identity
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _LONGEST = 1024
 _Text = Annotated[str, Meta(max_length=_LONGEST)]
@@ -89,6 +90,8 @@ class CacheIdentity(
         `overrides` are config values that the engine changed after it read the folder.
         `weights` replaces the digest of the folder's weight files.
         """
+        from pathlib import Path  # slow to import, and only needed for folders
+
         folder = Path(folder)
         named = weights if weights is not None else weights_identity(folder)
         return cls(weights=named, config=config_identity(read_config(folder), **overrides))
@@ -135,6 +138,8 @@ def config_identity(config: Mapping[str, Any], **overrides: Any) -> str:
     False
     """
     kept = _normalised({**config, **overrides})
+    from hashlib import blake2b  # slow to import, and only needed here
+
     return blake2b(msgspec.json.encode(kept, order="sorted"), digest_size=16).hexdigest()
 
 

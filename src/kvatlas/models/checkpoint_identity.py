@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from hashlib import blake2b
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _BLOB = r"[0-9a-f]{40}|[0-9a-f]{64}"
@@ -34,6 +35,7 @@ def weights_identity(folder: Path) -> str:
     of their base model.
 
     >>> import tempfile
+    >>> from pathlib import Path
     >>> folder = Path(tempfile.mkdtemp())
     >>> _ = (folder / "model.safetensors").write_bytes(bytes(10_000))
     >>> one = weights_identity(folder)
@@ -47,6 +49,8 @@ def weights_identity(folder: Path) -> str:
         got = f"{folder}"
         hint = "Pass the checkpoint's folder, or name the weights (vLLM option: weights_identity)"
         raise AtlasError(Code.BAD_CONFIG, problem, got=got, hint=hint)
+    from hashlib import blake2b  # slow to import, and only needed here
+
     digest = blake2b(digest_size=16)
     for path in files:
         digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())

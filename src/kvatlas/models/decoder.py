@@ -1,8 +1,8 @@
 """`Decoder`: the input of the functions that read the configs of a model family.
 
-A `Decoder` combines a text model's config with everything that does not depend on the family:
-the dtypes, which depend on the engine and the checkpoint, and the layer name prefixes,
-which depend on the multimodal wrapper. The readers only determine patterns and shapes.
+A `Decoder` combines a text model's config with values that do not depend on the family. The dtypes
+depend on the engine and the checkpoint, and the prefixes of layer names depend on the multimodal
+wrapper. The readers only determine patterns and shapes.
 """
 
 from __future__ import annotations

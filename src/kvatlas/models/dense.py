@@ -32,17 +32,19 @@ def dense(
     every: int | None = None,
     kinds: list[Kind] | None = None,
     sizes: Mapping[str, Sizes] | None = None,
+    shared: bool = False,
 ) -> Iterator[Layer]:
     """Yield an attention cache for each layer that does not share another layer's cache.
 
     `kinds` lists the kind of each layer; by default it is read from the config. If the
     config has no pattern, every `every`-th layer is full attention. `sizes` overrides the
-    model's sizes, by kind of layer.
+    model's sizes, by kind of layer. If `shared` is true, the last layers may use the caches of
+    earlier ones.
     """
     kinds = kinds or attention_kinds(decoder.config, every=every)
     own = sizes or {}
     specs = {kind: decoder.attention(kind, **own.get(kind, {})) for kind in set(kinds)}
-    for index, kind in enumerate(kinds[: owns_cache(decoder.config)]):
+    for index, kind in enumerate(kinds[: owns_cache(decoder.config) if shared else None]):
         yield decoder.layer(index, specs[kind])
 
 
@@ -72,7 +74,13 @@ def gemma4(decoder: Decoder) -> Iterator[Layer]:
         "heads": config.maybe("num_global_key_value_heads") if shared else None,
         "head_dim": config.maybe("global_head_dim"),
     }
-    return dense(decoder, kinds=gemma4_kinds(config), sizes={"full": full})
+    if not config.has("per_layer_config", "global_head_dim"):
+        full["head_dim"] = _GEMMA4_GLOBAL_HEAD
+    return dense(decoder, kinds=gemma4_kinds(config), sizes={"full": full}, shared=True)
+
+
+_GEMMA4_GLOBAL_HEAD = 512
+"""The head size of Gemma-4's full attention if the config does not contain it."""
 
 
 def mimo(decoder: Decoder) -> Iterator[Layer]:
@@ -160,6 +168,15 @@ def dbrx(decoder: Decoder) -> Iterator[Layer]:
         raise missing("attn_config")
     decoder.config.settled("num_key_value_heads")
     return decoder.every_layer(decoder.attention(heads=section.count("kv_n_heads", default=1)))
+
+
+def chatglm(decoder: Decoder) -> Iterator[Layer]:
+    """Yield the caches of ChatGLM: without `multi_query_attention`, each query head has K and V."""
+    config = decoder.config
+    grouped = config.flag("multi_query_attention", default=True)
+    if not grouped:
+        config.settled("multi_query_group_num")
+    return decoder.every_layer(decoder.attention(heads=None if grouped else config.query_heads()))
 
 
 def block_sparse(decoder: Decoder) -> Iterator[Layer]:

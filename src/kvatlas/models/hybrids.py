@@ -34,7 +34,8 @@ def delta_net(decoder: Decoder, *, dtype_key: str | None = None) -> Iterator[Lay
     """
     config = decoder.config
     recurrent = gated_delta_net(decoder, config.text(dtype_key) if dtype_key else None)
-    return hybrid_layers(decoder, block_kinds(config), recurrent, "linear_attn")
+    kinds = block_kinds(config.completed({"full_attention_interval": 4}))
+    return hybrid_layers(decoder, kinds, recurrent, "linear_attn")
 
 
 def gated_delta_net(decoder: Decoder, ssm_dtype: str | None = None) -> GatedDeltaNet:
@@ -122,6 +123,7 @@ def kimi_delta(decoder: Decoder) -> Iterator[Layer]:
     section = config.section("linear_attn_config")
     if section is not None:
         sizes, prefix = section, ""
+        config.settled("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
         chosen = section.indices("kda_layers", depth, first=1)
         kinds = ["linear_attention" if i in chosen else "attention" for i in range(depth)]
     elif config.has("linear_num_heads"):

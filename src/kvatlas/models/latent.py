@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 from kvatlas.models.cache_dtypes import cached
@@ -76,8 +77,11 @@ def mixed_latent(decoder: Decoder) -> Iterator[Layer]:
     """
     config = decoder.config
     full = latent_attention(decoder, sparse=True)
-    rank = config.count("swa_kv_lora_rank", default=full.latent)
-    rope = config.count("swa_qk_rope_head_dim", default=full.rope)
+    saved = config.has("per_layer_config")
+    rank = config.count("swa_kv_lora_rank", default=full.latent if saved else _DOTS3_RANK)
+    width = config.count("swa_head_dim", default=_DOTS3_HEAD)
+    rest = config.count("swa_qk_nope_head_dim", default=_DOTS3_HEAD - full.rope)
+    rope = config.count("swa_qk_rope_head_dim", default=full.rope if saved else width - rest)
     window = config.count("sliding_window", "sliding_window_size", default=512)
     sliding = SlidingLatentAttention(latent=rank, rope=rope, dtype=full.dtype, window=window)
     keys = Indexer(head_dim=config.count("index_head_dim"))
@@ -88,6 +92,10 @@ def mixed_latent(decoder: Decoder) -> Iterator[Layer]:
         if kind == "indexed_attention":
             yield decoder.layer(index, keys, "self_attn.indexer.k_cache")
         yield decoder.layer(index, full)
+
+
+_DOTS3_RANK, _DOTS3_HEAD = 1024, 256
+"""The latent rank and the head size of Dots3's sliding layers, by default."""
 
 
 def _mixed_kinds(decoder: Decoder) -> list[str]:
@@ -105,6 +113,13 @@ def _mixed_kinds(decoder: Decoder) -> list[str]:
             hint = f"Use one of {', '.join(known)}"
             raise bad(f"Layer {index} has an unknown type", repr(word), hint)
     return words
+
+
+def hy_v4(decoder: Decoder) -> Iterator[Layer]:
+    """Yield the caches of HY-V4, where the layers 0, 1, 5, 9, ... have an indexer by default."""
+    chooses = ["full" if i == 0 or i % 4 == 1 else "shared" for i in range(decoder.depth)]
+    config = decoder.config.completed({"indexer_types": chooses})
+    return sparse_latent(replace(decoder, config=config))
 
 
 def sparse_latent(decoder: Decoder) -> Iterator[Layer]:

@@ -28,27 +28,28 @@ _RECURS = ("mamba", "linear_attention")
 CONVOLVES = ("conv", "short_conv")
 
 # Once the kind of each layer is known, these keys have no other effect.
-_WINDOW_KEYS = (
+WINDOW_KEYS = (
     "sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern",
     "_sliding_window_pattern", "layer_types", "prefix_dense_sliding_window_pattern",
 )  # fmt: skip
 # transformers computes `layer_types` from these keys.
 _INTERVAL_KEYS = ("global_attn_every_n_layers", "local_attention")
+_INTERVALS = ("sliding_window_pattern", "_sliding_window_pattern", "global_attn_every_n_layers")
 
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
 
-def attention_kinds(config: Config, *, every: int | None = None) -> list[Kind]:
+def attention_kinds(config: Config, *, every: int | None = None, first: bool = False) -> list[Kind]:
     """Return the kind of each layer: full, sliding or chunked.
 
-    `every` applies if the config has a window but no pattern: every `every`-th layer is then full,
-    and the others are sliding.
+    `every` applies if the config has a window but no pattern: one of `every` layers is then full,
+    and the others are sliding. The full layer is the last of them, or the first if `first` is true.
 
     >>> attention_kinds(Config({"num_hidden_layers": 3, "sliding_window": 8}), every=3)
     ['sliding', 'sliding', 'full']
     """
     depth = config.depth()
-    config.settled(*_WINDOW_KEYS)
+    config.settled(*WINDOW_KEYS)
     if config.has("layer_types"):
         config.settled(*_INTERVAL_KEYS)
         words = config.per_layer("layer_types", depth, extra=config.predictors())
@@ -59,12 +60,16 @@ def attention_kinds(config: Config, *, every: int | None = None) -> list[Kind]:
     pattern = config.get("sliding_window_pattern")
     if isinstance(pattern, str):
         return _lettered(pattern, depth)
-    every = config.maybe("sliding_window_pattern", "_sliding_window_pattern") or every
     if every is not None:
-        return ["sliding" if (i + 1) % every else "full" for i in range(depth)]
+        every = config.maybe(*_INTERVALS) or every
+    else:
+        every = config.maybe("sliding_window_pattern", "_sliding_window_pattern")
+    if every is not None:
+        start = 0 if first else 1
+        return ["sliding" if (i + start) % every else "full" for i in range(depth)]
     if config.flag("use_sliding_window"):
-        first = config.size("max_window_layers") or 0
-        return ["sliding" if i >= first else "full" for i in range(depth)]
+        before = config.size("max_window_layers") or 0
+        return ["sliding" if i >= before else "full" for i in range(depth)]
     # A window as long as the context never slides.
     longest = config.maybe("max_position_embeddings")
     return ["full" if longest and window >= longest else "sliding"] * depth

@@ -51,6 +51,7 @@ def from_mistral(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     text = {_NAMES.get(key, key): value for key, value in values.items() if key != "model_type"}
     _rename_windows(text)
+    _rename_quantisation(text)
     experts = text.pop("moe", None) or {}
     latent = bool(text.get("qk_nope_head_dim"))
     if latent:
@@ -67,6 +68,15 @@ def from_mistral(values: Mapping[str, Any]) -> dict[str, Any]:
         return text
     outer = {"architectures": ["PixtralForConditionalGeneration"], "text_config": text}
     return {**outer, "vision_config": vision}
+
+
+def _rename_quantisation(text: dict[str, Any]) -> None:
+    """Replace the section `quantization` by the section of a config.json."""
+    section = text.pop("quantization", None)
+    if isinstance(section, Mapping) and section.get("qformat_weight") == "fp8_e4m3":
+        section = {"quant_method": "fp8"}
+    if section:
+        text["quantization_config"] = section
 
 
 def _rename_windows(text: dict[str, Any]) -> None:

@@ -18,13 +18,18 @@ from msgspec.structs import replace
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import DType
-from kvatlas.models.architectures import PREFIXES, find_family, plain_family
+from kvatlas.models.architectures import (
+    PREFIXES,
+    find_family,
+    plain_family,
+    unlike_families,
+)
 from kvatlas.models.cache_dtypes import cached, check_cache, checkpoint_cache
 from kvatlas.models.class_defaults import default_warnings, missing_defaults, other_key_heads
 from kvatlas.models.config import KEY_HEADS, QUERY_HEADS, Config, bad
 from kvatlas.models.decoder import Decoder, Engine, StateDtypes
 from kvatlas.models.layer import Layer
-from kvatlas.models.not_decoders import refuse_by_name
+from kvatlas.models.not_decoders import refuse_by_name, refuse_without_decoder
 from kvatlas.models.omitted_caches import omission_warnings
 from kvatlas.models.per_layer_config import apply_per_layer
 from kvatlas.models.sources import Source, find_config
@@ -167,7 +172,11 @@ def read_model(source: Source, states: StateDtypes = _BY_ENGINE, dtype: str | No
     text = text.completed(filled)
     architecture = outer or inner or model_type or ""
     family = find_family(text, outer, inner, model_type, root.text("model_type"))
-    family = family or plain_family(text, architecture, warnings)
+    if family is None:
+        refuse_without_decoder(root, outer or "")
+        family = plain_family(text, architecture, warnings)
+    elif note := unlike_families(outer or inner, model_type):
+        warnings.append(note)
     prefix = PREFIXES.get(outer or "", "language_model." if nested else "")
     decoder = Decoder(
         config=text,
@@ -260,5 +269,8 @@ def _dtype(root: Config, text: Config, warnings: list[str]) -> str:
         warnings.append("dtype is missing: using bf16")
         return "bf16"
     name = DType.of(given).name
+    if name not in ("fp32", "fp16", "bf16"):
+        warnings.append(f"no engine serves a model in its dtype, {name}: using bf16")
+        return "bf16"
     # Engines serve fp32 checkpoints in 16 bits.
     return "bf16" if name == "fp32" else name

@@ -15,6 +15,9 @@ _TASKS = (
     r"|ZeroShot\w+|KeypointDetection|Retrieval|NextSentencePrediction|ImageToImage|TextEncoding)$"
 )
 
+_OF_IMAGES = ("image_size", "patch_size", "num_channels", "num_mel_bins")
+_VOCABULARY = ("vocab_size", "padded_vocab_size", "n_vocab", "text_config", "llm_config")
+
 REFUSED = {
     "blt": "it combines four models, whose caches grow with bytes or with patches of bytes",
     "gemma4_assistant": "it is a draft model, which reads the caches of its target model",
@@ -62,7 +65,9 @@ def refuse_without_decoder(config: Config, architecture: str) -> None:
     if config.has("_class_name", "_diffusers_version"):
         kind = "a diffusion model"
     elif architecture not in known.model_types and (
-        model_type in known.without_decoder or re.search(_TASKS, architecture)
+        model_type in known.without_decoder
+        or re.search(_TASKS, architecture)
+        or (config.has(*_OF_IMAGES) and not config.has(*_VOCABULARY))
     ):
         kind = "an encoder, vision or audio model without a decoder"
     if kind:

@@ -10,13 +10,15 @@ import os
 import re
 import threading
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models.known_models import CatalogueEntry, find
 from kvatlas.models.mistral_params import from_mistral, is_mistral
 from kvatlas.models.similar_names import similar_names
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 LARGEST_FILE = 16 * 2**20
 """Limit on the bytes of a config; real configs have a few thousand."""
@@ -64,6 +66,8 @@ def find_config(source: Any) -> Source:
 
 
 def _from_name(source: str | os.PathLike[str]) -> Source:
+    from pathlib import Path  # slow to import, and only needed to read a file
+
     path, text = Path(source), str(source)
     there = not isinstance(source, str) or text.endswith(".json") or (text != "" and _exists(path))
     if there:
@@ -253,6 +257,8 @@ def _from_hub(name: str) -> Path:
             hint="Run pip install 'kvatlas[transformers]', which includes huggingface_hub; or "
             "download the model's config.json and pass its path",
         ) from error
+    from pathlib import Path  # slow to import, and only needed to read a file
+
     silence = _silence(name)
     try:
         # If the hub is unreachable, use a config that was downloaded before.

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvatlas.models import Model
-from kvatlas.planning.engine_rules import CHIPS, NEWEST, EngineRules, PrefillCheckpoint
+from kvatlas.planning.engine_rules import (
+    CHIPS,
+    NEWEST,
+    RECORDED,
+    EngineRules,
+    PrefillCheckpoint,
+)
 from kvatlas.planning.request import PlanRequest
 from kvatlas.specs import Recurrent, Spec
 
@@ -49,11 +55,15 @@ def rule_reasons(request: PlanRequest) -> Iterator[str]:
         yield f"The rules are those of {release} on {chip}{with_backends}."
 
 
+_SPECIAL = ("sparse", "indexer", "other")
+"""Families of backends whose requirements differ between chips."""
+
+
 def chip_warnings(request: PlanRequest) -> Iterator[str]:
     """Yield a warning if the chip is a problem for vLLM's plan.
 
-    Either vLLM refuses a backend of the model on this chip, or vLLM's plan depends on the chip and
-    the caller passed no chip.
+    Either vLLM refuses a backend of the model on this chip, or no plan of vLLM for this chip is
+    known, or vLLM's plan depends on the chip and the caller passed no chip.
     """
     used = dict.fromkeys(b.name for b in request.backends.values() if b)
     refused = [name for name in used if request.rules.refuses(name, request.chip)]
@@ -69,6 +79,12 @@ def chip_warnings(request: PlanRequest) -> Iterator[str]:
                 f"{release} refuses this model, because it does not have {named}. The plan is that "
                 "of a newer release."
             )
+    special = any(b.family in _SPECIAL for b in request.backends.values() if b)
+    if request.chip not in (None, *RECORDED) and (special or request.policy.startswith("vllm")):
+        yield (
+            f"The rules of vLLM {request.rules.version} on {request.chip} were not compared with "
+            "vLLM's own plans."
+        )
     if request.chip is not None or request.policy.startswith("atlas"):
         return
     if not request.prefix_caching:

@@ -12,8 +12,6 @@ that equal digests mean equal documents.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -63,6 +61,8 @@ Ask for a document of version 1, or upgrade kvatlas. [unlike_versions]
     @cached_property
     def digest(self) -> str:
         """The SHA-256 of the canonical bytes, in hexadecimal digits."""
+        import hashlib  # slow to import, and only needed for digests
+
         return hashlib.sha256(self.to_json()).hexdigest()
 
 
@@ -121,6 +121,8 @@ def _decode(text: bytes, kind: type[Decoded], name: str) -> Decoded:
 
 def _json(text: bytes) -> Any:
     """Decode JSON. Integers that are too large become -1, and 1.0 becomes 1."""
+    import json  # slow to import, and only needed for documents
+
     hint = "Pass the bytes of a document of the exchange format"
     if not isinstance(text, bytes) or len(text) > LARGEST_DOCUMENT:
         got = f"{len(text):,} bytes" if isinstance(text, bytes) else f"a {type(text).__name__}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import struct
 from collections import defaultdict
@@ -84,6 +83,8 @@ def identity_digest(identity: CacheIdentity | None) -> str:
     if identity is None:
         return ""
     parts = (identity.weights, identity.config, identity.adapter, identity.salt)
+    import hashlib  # slow to import, and only needed here
+
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 

@@ -152,7 +152,7 @@ Bases = dict[tuple[int, int], int]
 
 
 def _pools(document: CacheDocument, tp: int) -> tuple[tuple[Pool, ...], Bases]:
-    """Return a pool for each stage and pool of a document, with its regions as segments."""
+    """Return a pool for each stage and each pool of a document, with the regions as segments."""
     counts: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
     used: dict[tuple[int, int], set[int]] = defaultdict(set)
     for one in stored_fields(document):

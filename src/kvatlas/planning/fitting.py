@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from kvatlas.errors import AtlasError
 from kvatlas.geometry.byte_sizes import size
 from kvatlas.geometry.integers import positive
-from kvatlas.models import OVERHEAD, Gpu, Gpus, Model, Weights, find_gpus, memory_for_cache
+from kvatlas.models import OVERHEAD, Gpu, Gpus, Model, find_gpus, memory_for_cache
 from kvatlas.planning.engine_rules import chip_of
 from kvatlas.planning.given_sizes import GivenSizes, Topology, check_experts, sizes_of
 from kvatlas.planning.memory_budget import Budget, EngineLoad, gpu_budget
@@ -75,6 +75,8 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Whether `weights` is an estimate, as in `Weights.estimate`."""
     weights_warnings: tuple[str, ...] = ()
     """Assumptions about the weights, as in `Weights.warnings`."""
+    chip: str | None = None
+    """The chip whose rules the plan has; None if no rules for the GPU are known."""
     overhead: int = OVERHEAD
     utilization: float = 0.9
     plan: Plan | None = None
@@ -143,10 +145,20 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return " and ".join(reasons) or "each replica leaves a part of a request unused"
 
     @property
+    def machine_warnings(self) -> tuple[str, ...]:
+        """The warnings about the weights and about the chip."""
+        notes = [f"weights: {warning}" for warning in self.weights_warnings]
+        if self.plan and self.chip is None and self.plan.policy.startswith("vllm"):
+            notes.append(
+                f"the rules of vLLM for {self.gpu} are not known: the plan has the rules that hold "
+                "on every CUDA chip, and the backends of Hopper. Pass chip= to select a chip."
+            )
+        return tuple(notes)
+
+    @property
     def warnings(self) -> tuple[str, ...]:
-        """The warnings about the weights, then the warnings of the plan."""
-        notes = (f"weights: {warning}" for warning in self.weights_warnings)
-        return (*notes, *(self.plan.warnings if self.plan else ()))
+        """The warnings about the weights and the chip, then those of the plan."""
+        return (*self.machine_warnings, *(self.plan.warnings if self.plan else ()))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fit as a JSON object."""
@@ -199,6 +211,8 @@ class Fitting:
         weights_dtype: str | None = None,
         **options: Any,
     ) -> None:
+        from kvatlas.models import Weights  # slow to import, and plans do not need it
+
         self.weights = Weights.load(model, dtype=weights_dtype)
         kv_dtype = options.pop("kv_dtype", None)
         self.model = Model.load(model)
@@ -272,7 +286,7 @@ class Fitting:
     def fits(self, gpus: Gpus, sizes: GivenSizes = ANY) -> Iterator[Fit]:
         """Yield the fits in all topologies with the given sizes, in no particular order.
 
-        Where `dcp` is open, only those are tried that vLLM supports. Where `ep` is open, it
+        If `dcp` is not given, only values that vLLM supports are tried. Where `ep` is open, it
         is tp x dp or 1, whichever takes less memory.
         """
         positive(gpus.number, "the number of GPUs")
@@ -367,6 +381,7 @@ class Fitting:
             weights_source=self.weights.source,
             weights_estimate=self.weights.estimate,
             weights_warnings=self.weights.warnings,
+            chip=self.options["chip"],
             overhead=overhead,
             utilization=self.utilization,
             plan=made,

@@ -106,7 +106,7 @@ class GivenSizes(msgspec.Struct, frozen=True):
         return topology
 
     def topologies(self, gpus: Gpus) -> Iterator[Topology]:
-        """Yield all choices of the open tp, pp and dp; dcp and ep are those given, or 1.
+        """Yield all choices of the open tp, pp and dp; dcp and ep have the given values, or 1.
 
         The ranks of a pipeline stage share a host, unless the user gives another `tp`. One GPU is
         a GPU without a number, so the sizes that are given determine the number of GPUs.

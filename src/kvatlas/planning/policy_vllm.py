@@ -57,7 +57,7 @@ def draft_vllm(
 
 
 def _refuse_unlike_pages(groups: list[GroupDraft], layout: Layout) -> None:
-    """Raise an error if pages differ in size and the layout does not support that."""
+    """Raise an error if pages differ in size, unless the layout supports it."""
     pages = {layer.nbytes for group in groups for layer in group.layers}
     if len(pages) > 1 and (
         not layout.page_contiguous or (len(groups) > 1 and layout.layer_compact)

@@ -288,7 +288,11 @@ class BlockIds:
         self._clock += 1
         self._arrays.woken[idle] = False
         self._idle += len(idle)
-        self._eviction.used(idle, Use(self._clock))
+        self._eviction.used(idle, self._use(idle))
+
+    def _use(self, ids: Int64s) -> Use:  # noqa: ARG002 - for subclasses
+        """Return what the eviction policy is told about blocks without an owner."""
+        return Use(self._clock)
 
     def _evict(self, count: int) -> None:
         if self._eviction is None:

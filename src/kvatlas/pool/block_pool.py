@@ -270,7 +270,7 @@ class BlockPool:
     def free(self, request: Hashable) -> None:
         """End a request and release its blocks. Published blocks are kept.
 
-        Blocks at the end of the request are evicted before those at its beginning, in all groups.
+        In all groups, blocks at the end of the request are evicted before blocks at its beginning.
         """
         self._end(request)
 

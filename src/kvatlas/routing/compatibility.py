@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from hashlib import blake2b
 from typing import NamedTuple
 
 import msgspec
@@ -49,6 +48,8 @@ def fingerprint(plan: Plan) -> str:
     """
     specs = PlanEnd(plan).specs
     kept = [[name, without_packing(specs[name])] for name in sorted(specs)]
+    from hashlib import blake2b  # slow to import, and only needed here
+
     return blake2b(msgspec.json.encode(kept), digest_size=16).hexdigest()
 
 

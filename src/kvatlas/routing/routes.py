@@ -395,10 +395,10 @@ def route(
     `destination_scales`. A layer that has one format at both ends is copied unchanged, so its
     scales must be equal where both are given.
 
-    Padding is copied where skipping it would split runs: padding after each row that both plans
-    declare, and bytes that nothing uses in a block that is copied whole, if both plans place the
-    pages of its group alike. Equal plans then need one run for contiguous blocks. All byte counts
-    include this padding. Pass `padding=False` to skip it, for example to store only content.
+    Padding is copied if runs would be split without it: the padding after each row, if both plans
+    declare it, and unused bytes of a block that is copied whole, if both plans place the pages of
+    its group alike. Equal plans then need one run for contiguous blocks. All byte counts include
+    this padding. Pass `padding=False` to skip it, for example to store only content.
     """
     return Route(
         source,

@@ -14,12 +14,12 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.pool.checkpoints import checkpoint_policy
 from kvatlas.pool.eviction import eviction_policy
+from kvatlas.simulate.fast_replay import FastReplay
 from kvatlas.simulate.layer_classes import LayerClass, PoolModel
 from kvatlas.simulate.prefill_cost import PrefillCost
 from kvatlas.simulate.prefill_steps import batched_tokens
 from kvatlas.simulate.prompt_spans import Spans
-from kvatlas.simulate.replay import Replay
-from kvatlas.simulate.replay_base import Outcome, Progress, ReplayBase, ReplayPolicy
+from kvatlas.simulate.replay_base import Outcome, Progress, ReplayPolicy
 from kvatlas.simulate.tiers import LowerTier, TieredReplay
 from kvatlas.simulate.timed_replay import TimedReplay
 from kvatlas.simulate.traces import Ints, Trace
@@ -110,10 +110,10 @@ def simulate(
 ) -> HitRates:
     """Replay a trace through the pools of a plan and return the hit rates.
 
-    The default checkpoint policy is `branch-points`. Plans of policy atlas release blocks from the
-    end of the request and keep one copy of recomputed blocks. Other plans release blocks group by
-    group and, with LRU eviction, keep two copies of recomputed blocks, as vLLM does. `by_group`
-    overrides this. Two copies are not simulated with `arrivals` or `tiers`.
+    The default checkpoint policy is `branch-points`. Requests are served as `BlockPool` serves
+    them. Plans of other policies than atlas are simulated as in vLLM, if eviction is LRU: groups
+    release their blocks one after the other, and recomputed blocks are kept twice. `by_group`
+    overrides this. vLLM's way is not simulated with `arrivals` or `tiers`.
 
     `eviction="optimal"` knows the future. If every layer keeps all tokens, it is Belady's rule.
     Otherwise nothing is replayed: the rates are upper bounds for all checkpoint and eviction
@@ -131,15 +131,14 @@ def simulate(
         _require_gpu_alone(arrivals=arrivals, tiers=bool(tiers))
         if len(model.classes) > 1 or model.classes[0].needs != "all":
             return _bounds(plan, trace, model, spans, cost)
-    options = _options(model, trace, spans, cost)
     waited, found = 0.0, None
     if tiers:
         lower = _lower_tiers(tiers, model, state_share, arrivals=arrivals)
+        options = _options(model, trace, spans, cost)
         tiered = TieredReplay(model, spans, policy, tiers=lower, **options)
         outcome, found = tiered.run(progress), tiered.found
     elif arrivals:
-        timed = TimedReplay(model, spans, policy, **options)
-        timed.start(trace, cost)
+        timed = TimedReplay(model, trace, policy, cost=cost, **_as_pool(plan, cost))
         outcome, waited = timed.run(progress), timed.waited
     else:
         outcome = _one_by_one(plan, trace, policy, cost).run(progress)
@@ -184,15 +183,24 @@ def _options(
 
 def _one_by_one(
     plan: Plan, trace: Trace, policy: ReplayPolicy, cost: PrefillCost | None
-) -> ReplayBase:
-    """Return a replay without overlapping requests: `VllmReplay` if it applies, else `Replay`."""
-    as_vllm = policy.by_group and policy.eviction == "lru"
-    model = PoolModel.of(plan, by_group=as_vllm)
-    spans = spans_of(trace, model.step)
-    if as_vllm:
-        tokens = batched_tokens(plan)
+) -> VllmReplay | FastReplay:
+    """Return a replay without overlapping requests: `VllmReplay` if it applies."""
+    if policy.by_group and policy.eviction == "lru":
+        model = PoolModel.of(plan, by_group=True)
+        spans, tokens = spans_of(trace, model.step), batched_tokens(plan)
         return VllmReplay(model, spans, policy, trace=trace, batched_tokens=tokens)
-    return Replay(model, spans, policy, **_options(model, trace, spans, cost))
+    return FastReplay(PoolModel.of(plan), trace, policy, **_as_pool(plan, cost))
+
+
+def _as_pool(plan: Plan, cost: PrefillCost | None) -> dict[str, Any]:
+    """Return the options of a replay that serves requests as `BlockPool` does."""
+    priced = cost or PrefillCost(1.0)
+
+    def saved(one: LayerClass, block: int, stop: Ints) -> NDArray[np.float64]:
+        start = stop - block if one.needs == "all" else stop * 0
+        return priced.flops(start, stop) / (one.groups * one.block_bytes)
+
+    return {"batched_tokens": batched_tokens(plan), "spans_of": spans_of, "saved": saved}
 
 
 def _require_gpu_alone(*, arrivals: bool, tiers: bool) -> None:
@@ -253,7 +261,7 @@ def _lower_tiers(
     ]
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def spans_of(trace: Trace, step: int) -> Spans:
     """Cut the prompts of a trace into spans of `step` tokens.
 

@@ -7,7 +7,7 @@ compare it with `BlockPool`, request by request.
 
 A prefix of the trace that ends where a block ends has a number for each block size. `_where` maps
 (group, number) to a block id. Recurrent groups keep few prefixes, so they have rows in `_where`:
-`_Bundle.row_of` maps a number to a row, which has an element for each group.
+`Bundle.row_of` maps a number to a row, which has an element for each group.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvatlas.geometry.integers import ceil_div
 from kvatlas.pool.block_ids import BlockIds
 from kvatlas.pool.checkpoint_share import CheckpointShare
 from kvatlas.pool.checkpoints import Prompt
-from kvatlas.pool.eviction import Eviction, eviction_policy
+from kvatlas.pool.eviction import Eviction, Lru, Use, eviction_policy
 from kvatlas.simulate.layer_classes import LayerClass, PoolModel
 from kvatlas.simulate.prefill_steps import BATCHED_TOKENS, PrefillSteps
 from kvatlas.simulate.prompt_spans import Spans
@@ -35,6 +35,11 @@ SEEN = 4
 """Number of prefixes to remember per block of memory, as `BlockPool` does."""
 
 
+Saved = Callable[[LayerClass, int, Ints], NDArray[np.float64]]
+"""Returns the compute that a hit saves, per byte: of blocks with a number of tokens, by their ends
+in tokens."""
+
+
 class _Ids(BlockIds):
     """Block ids that report evicted blocks as an array."""
 
@@ -42,12 +47,58 @@ class _Ids(BlockIds):
         super().__init__(blocks + 1, null_block=True, eviction=eviction)
         self._gone = gone
 
+        self.saved: NDArray[np.float64] | None = None
+        """Compute that a hit on each block saves, per byte, for policies that need it."""
+        self.next_use: Ints | None = None
+        """The next request that uses the content of each block, for policies that need it."""
+
     def _lose(self, ids: Ints) -> None:
         self._gone(ids)
 
+    def _use(self, ids: Ints) -> Use:
+        saved = None if self.saved is None else self.saved[ids]
+        return Use(self._clock, saved, None if self.next_use is None else self.next_use[ids])
+
+    @property
+    def is_lru(self) -> bool:
+        """Whether blocks are evicted in the order of their last use."""
+        return isinstance(self._eviction, Lru)
+
+    @property
+    def waiting(self) -> int:
+        """Number of free blocks without content."""
+        return self._waiting
+
+    @property
+    def used(self) -> int:
+        """Number of blocks with an owner or with kept content."""
+        return self.count - 1 - self._waiting
+
+    def pin(self, blocks: Ints) -> None:
+        """Protect kept blocks without an owner from eviction, until `queue` is called."""
+        self._arrays.woken[blocks] = True
+        self._idle -= len(blocks)
+
+    def make_free(self, count: int) -> None:
+        """Evict blocks until `count` blocks are free."""
+        if count > self._waiting:
+            self._evict(count - self._waiting)
+
+    def take_kept(self, count: int) -> Ints:
+        """Take free blocks, whose content is kept, without an owner. Call `queue` for them."""
+        self._waiting -= count
+        taken: Ints = self._stack[self._waiting : self._waiting + count].copy()
+        self._arrays.kept[taken] = True
+        return taken
+
+    def queue(self, blocks: Ints) -> None:
+        """Queue kept blocks without an owner for eviction, in this order."""
+        if len(blocks):
+            self._rest(blocks)
+
 
 @dataclass
-class _Bundle:
+class Bundle:
     """Alike groups: all groups of one layer class."""
 
     one: LayerClass
@@ -70,10 +121,10 @@ class _Bundle:
     """For recurrent groups, the row of each prefix, or `ABSENT`."""
     prefix_of: Ints
     """For recurrent groups, the number of the prefix of each row."""
-    live: NDArray[np.int32]
-    """For recurrent groups, the number of groups of each row that have a block."""
     rows: list[int]
     """Free rows."""
+    each: Ints
+    """The numbers of the groups, from 0."""
 
     def names(self, numbers: Ints) -> Ints:
         """Return [group, number]: the elements of `_where` for these prefixes."""
@@ -82,6 +133,25 @@ class _Bundle:
     def first(self, tokens: int) -> int:
         """Return the first token that the token at position `tokens` sees."""
         return min(int(self.one.visibility.first(tokens)), tokens)
+
+    def window_runs(
+        self, ends: list[int], before: int, *, joined: bool = True
+    ) -> list[tuple[int, int]]:
+        """Return (start, stop) of the table entries that windows need to continue after `ends`.
+
+        Entries before `before` are left out. Adjacent ranges are joined if `joined` is true.
+        """
+        runs: list[tuple[int, int]] = []
+        firsts = self.firsts(np.array(ends, np.int64)).tolist()
+        for first, end in zip(firsts, ends, strict=True):
+            stop = end // self.block
+            start = max(min(first, stop), before)
+            if start < stop:
+                if runs and joined and runs[-1][1] == start:
+                    start = runs.pop()[0]
+                runs.append((start, stop))
+                before = stop
+        return runs
 
     def firsts(self, ends: Ints) -> Ints:
         """Return, for each of `ends` in tokens, the first block needed to continue."""
@@ -93,7 +163,7 @@ class _Bundle:
 class _Table:
     """The block tables of one request in alike groups."""
 
-    bundle: _Bundle
+    bundle: Bundle
     numbers: Ints
     """The prefix number at the end of each block of the prompt."""
     blocks: Ints
@@ -105,7 +175,7 @@ class _Table:
 
 
 @dataclass
-class _Request:
+class Request:
     """A request that is being served."""
 
     number: int
@@ -116,6 +186,19 @@ class _Request:
     """Number of tokens that were cached."""
     computed: int
     rings: list[Ints] = field(default_factory=list)
+
+
+@dataclass
+class CachedPrefix:
+    """The cached prefix of a request, before the request takes blocks."""
+
+    request: int
+    cuts: dict[int, Ints]
+    """The prefix numbers of the prompt, by block size."""
+    hit: int
+    """Number of cached tokens."""
+    ends: list[int]
+    """Checkpoints to keep, in tokens."""
 
 
 class PoolReplay:
@@ -129,6 +212,7 @@ class PoolReplay:
         *,
         batched_tokens: int = BATCHED_TOKENS,
         spans_of: Callable[[Trace, int], Spans] = Spans.of,
+        saved: Saved | None = None,
     ) -> None:
         self.model, self.trace, self.policy = model, trace, policy
         self.spans = spans = spans_of(trace, model.step)
@@ -143,12 +227,20 @@ class PoolReplay:
             )
             for pool, blocks in enumerate(model.blocks)
         ]
+        self._saved = saved if "saved" in kind.needs else None
+        self._next: dict[int, Ints] = {}
+        for ids in self._ids:
+            if self._saved:
+                ids.saved = np.ones(ids.count)
+            if "next_use" in kind.needs:
+                ids.next_use = np.zeros(ids.count, np.int64)
+                self._next = {block: cut.next_uses() for block, cut in self._cuts.items()}
         self._names = [np.full(blocks + 1, ABSENT, np.int64) for blocks in model.blocks]
         """For each pool, the element of `_where` of each kept block."""
         self._shares = self._checkpoint_shares()
         self._seen = _SeenSpans(spans.count, SEEN * sum(blocks + 1 for blocks in model.blocks))
         states = any(bundle.state for bundle in self._bundles)
-        windows = any(not (one.state or one.keeps_all) for one in self._bundles)
+        self._windows = windows = any(not (b.state or b.keeps_all) for b in self._bundles)
         # Without windows, a step that ends at no checkpoint makes no difference.
         tokens = batched_tokens if windows else 1 << 62
         self._steps = PrefillSteps(tokens, model.step, ends_at_blocks=states)
@@ -157,7 +249,7 @@ class PoolReplay:
         self.outcome = Outcome(np.zeros(len(trace), np.int64))
 
     def _build(self, spans_of: Callable[[Trace, int], Spans]) -> None:
-        self._bundles: list[_Bundle] = []
+        self._bundles: list[Bundle] = []
         self._cuts: dict[int, Spans] = {}
         total = 0
         for one in self.model.classes:
@@ -170,11 +262,12 @@ class PoolReplay:
             shift = 1 if state else spans.count
             bases = total + np.arange(one.groups)[:, None] * shift
             self._bundles.append(
-                _Bundle(
+                Bundle(
                     one, one.groups, block, spans, total, width, keeps_all, state,
                     0 if state else 1 + keeps_all, bases,
                     np.full(spans.count if state else 0, ABSENT, np.int32),
-                    np.zeros(rows, np.int64), np.zeros(rows, np.int32), list(range(rows))[::-1],
+                    np.zeros(rows, np.int64), list(range(rows))[::-1],
+                    np.arange(one.groups),
                 )
             )  # fmt: skip
             total += width * one.groups
@@ -208,24 +301,34 @@ class PoolReplay:
 
     def serve(self, request: int) -> int:
         """Serve one request and return how many of its leading spans were cached."""
-        asked, length = self._admit(request), self._lengths[request]
-        steps = self._steps.between(asked.hit, length, asked.ends)
-        fits = all(self._compute(asked, stop) for _, stop in steps)
-        fits = fits and (not self._outputs[request] or self._answer(asked))
-        self._end(asked)
-        hit = asked.hit // self.model.step if fits else 0
+        found = self._look(request)
+        fits = self._serve(found)
+        hit = found.hit // self.model.step if fits else 0
         self.outcome.refused += not fits
         self.outcome.hits[request] = hit
         return hit
 
-    def _compute(self, asked: _Request, tokens: int) -> bool:
+    def _serve(self, found: CachedPrefix) -> bool:
+        """Serve a request step by step. Return whether the pools had enough blocks."""
+        asked = self._admit(found)
+        fits = self._compute_all(asked)
+        self._end(asked)
+        return fits
+
+    def _compute_all(self, asked: Request) -> bool:
+        """Compute a prompt and its answer. Return False if the pools have too few blocks."""
+        steps = self._steps.between(asked.hit, self._lengths[asked.number], asked.ends)
+        fits = all(self._compute(asked, stop) for _, stop in steps)
+        return fits and (not self._outputs[asked.number] or self._answer(asked))
+
+    def _compute(self, asked: Request, tokens: int) -> bool:
         if not self._reserve(asked, tokens):
             return False
         self._publish(asked, tokens)
         asked.computed = tokens
         return True
 
-    def _answer(self, asked: _Request) -> bool:
+    def _answer(self, asked: Request) -> bool:
         """Take the blocks of the answer, of which no later request finds anything.
 
         Windows reuse the blocks that they release, so they take one block at most.
@@ -233,19 +336,41 @@ class PoolReplay:
         length = self._lengths[asked.number]
         return self._reserve(asked, length + self._outputs[asked.number], answer=True)
 
-    def _admit(self, request: int) -> _Request:
-        """Begin a request, which then owns the blocks of the longest cached prefix."""
+    def _look(self, request: int) -> CachedPrefix:
+        """Return the longest cached prefix of a request, and the checkpoints to keep."""
         model, cuts = self.model, {}
         for block, spans in self._cuts.items():
             cuts[block] = spans.of_request(request)
         mine = cuts[model.step] if model.step in cuts else self.spans.of_request(request)
         reusable, known = self._reusable[request], self._known[request]
         hit, attention = self._find(cuts, reusable)
-        seen = self._seen.count(mine) if self._kept.asks_for_seen else 0
+        seen = self._count_seen(request, mine) if self._kept.asks_for_seen else 0
         prompt = Prompt(model.step, hit, seen, known, len(mine), attention, reusable)
         wanted: Ints = self._kept.positions(prompt) * model.step
+        return CachedPrefix(request, cuts, hit * model.step, wanted.tolist())
+
+    def _count_seen(self, request: int, spans: Ints) -> int:  # noqa: ARG002 - for subclasses
+        """Return how many leading spans of a request were seen before. Record all of them."""
+        return self._seen.count(spans)
+
+    def _describe(self, bundle: Bundle, request: int, first: int, blocks: Ints) -> None:
+        """Record what the eviction policy needs to know of blocks [group, entry] from `first` on.
+
+        A recurrent state has the table entry that ends where it is.
+        """
+        ids, entries = self._ids[bundle.one.pool], np.arange(first, first + blocks.shape[1])
+        if self._saved and ids.saved is not None:
+            ends = (entries + 1) * bundle.block
+            ids.saved[blocks] = self._saved(bundle.one, bundle.block, ends)
+        if ids.next_use is not None:
+            start = bundle.spans.starts[request]
+            ids.next_use[blocks] = self._next[bundle.block][start + entries]
+
+    def _admit(self, found: CachedPrefix) -> Request:
+        """Begin a request, which then owns the blocks of the longest cached prefix."""
+        request, cuts = found.request, found.cuts
         end = self._lengths[request] + self._outputs[request]
-        tokens, tables = hit * model.step, []
+        tokens, tables = found.hit, []
         shared: list[list[Ints]] = [[] for _ in self._ids]
         for bundle in self._bundles:
             numbers = cuts[bundle.block]
@@ -256,21 +381,30 @@ class PoolReplay:
                 continue
             table.size = stop = tokens // bundle.block
             if bundle.state:
-                row = bundle.row_of[numbers[stop - 1]]
-                found = self._where[bundle.base + row * bundle.groups + np.arange(bundle.groups)]
-                table.blocks[:, 0], table.size = found, 1
+                there = self._state(bundle, numbers[stop - 1])
+                table.blocks[:, 0], table.size = there, 1
             else:
                 table.gone = min(bundle.first(tokens) // bundle.block, stop)
-                found = self._where[bundle.names(numbers[table.gone : stop])]
-                table.blocks[:, table.gone : stop] = found
-            blocks = found.astype(np.int64).ravel()
+                there = self._where[bundle.names(numbers[table.gone : stop])]
+                table.blocks[:, table.gone : stop] = there
+            blocks = there.astype(np.int64).ravel()
             shared[bundle.one.pool].append(blocks)
             if self._shares and not bundle.keeps_all and bundle.one.pool in self._shares:
                 self._shares[bundle.one.pool].use(blocks.tolist())
         for ids, parts in zip(self._ids, shared, strict=True):
             if parts:
                 ids.share_array(parts[0] if len(parts) == 1 else np.concatenate(parts))
-        return _Request(request, tables, wanted.tolist(), tokens, tokens)
+        return Request(request, tables, found.ends, tokens, tokens)
+
+    def _is_whole(self, bundle: Bundle, row: int) -> bool:
+        """Return whether all groups have the state of a row."""
+        start = bundle.base + int(row) * bundle.groups
+        return bool(row >= 0 and self._where[start : start + bundle.groups].min() >= 0)
+
+    def _state(self, bundle: Bundle, number: int) -> NDArray[np.int32]:
+        """Return the block of each group for a cached state."""
+        start = bundle.base + int(bundle.row_of[number]) * bundle.groups
+        return self._where[start : start + bundle.groups]
 
     def _find(self, cuts: dict[int, Ints], reusable: int) -> tuple[int, int]:
         """Return the number of leading spans after which a request can continue.
@@ -293,7 +427,7 @@ class PoolReplay:
             longest -= int(good[::-1].argmax())
         return longest, attention if len(others) < len(self._bundles) else longest
 
-    def _leading(self, bundle: _Bundle, numbers: Ints) -> int:
+    def _leading(self, bundle: Bundle, numbers: Ints) -> int:
         """Return how many leading blocks are cached in all groups."""
         for base in bundle.bases[:, 0].tolist():
             start, count = 0, 64
@@ -307,14 +441,13 @@ class PoolReplay:
                 count *= 4
         return len(numbers)
 
-    def _can_serve(self, cuts: dict[int, Ints], others: list[_Bundle], end: int) -> bool:
+    def _can_serve(self, cuts: dict[int, Ints], others: list[Bundle], end: int) -> bool:
         """Return whether all windows and states needed to continue after `end` spans are cached."""
         tokens = end * self.model.step
         for bundle in others:
             stop, numbers = tokens // bundle.block, cuts[bundle.block]
             if bundle.state:
-                row = bundle.row_of[numbers[stop - 1]]
-                if row < 0 or bundle.live[row] < bundle.groups:
+                if not self._is_whole(bundle, bundle.row_of[numbers[stop - 1]]):
                     return False
             else:
                 needed = numbers[bundle.first(tokens) // bundle.block : stop]
@@ -322,12 +455,15 @@ class PoolReplay:
                     return False
         return True
 
-    def _continues(self, bundle: _Bundle, numbers: Ints, good: NDArray[np.bool_]) -> None:
+    def _continues(self, bundle: Bundle, numbers: Ints, good: NDArray[np.bool_]) -> None:
         """Clear the elements of `good` for numbers of spans after which groups cannot continue."""
         most, each = len(good) - 1, self.model.step // bundle.block
         if bundle.state:
             rows = bundle.row_of[numbers[each - 1 : most * each : each]]
-            good[1:] &= (rows >= 0) & (bundle.live[rows] == bundle.groups)
+            good[1:] &= rows >= 0
+            places = good[1:].nonzero()[0]
+            starts = bundle.base + rows[places].astype(np.int64)[:, None] * bundle.groups
+            good[1 + places] = (self._where[starts + bundle.each] >= 0).all(axis=1)
             return
         ends = np.arange(most + 1)
         missing = np.zeros(most * each + 1, np.int32)
@@ -337,7 +473,7 @@ class PoolReplay:
 
     # -- blocks -------------------------------------------------------------------------
 
-    def _reserve(self, asked: _Request, tokens: int, *, answer: bool = False) -> bool:
+    def _reserve(self, asked: Request, tokens: int, *, answer: bool = False) -> bool:
         """Take blocks for the first `tokens` tokens. Return False if a pool has too few."""
         self._leave(asked)
         needs, wanted = [0] * len(self._ids), []
@@ -381,9 +517,7 @@ class PoolReplay:
             asked.rings = [one[count:] for one, count in zip(taken, used, strict=True)]
         for pool, blocks in left:
             self._ids[pool].release_array(blocks)
-        self.outcome.peak = max(
-            self.outcome.peak, sum(ids.count - 1 - ids._waiting for ids in self._ids)
-        )
+        self.outcome.peak = max(self.outcome.peak, sum(ids.used for ids in self._ids))
         return True
 
     def _copied(self, table: _Table) -> Ints:
@@ -393,7 +527,7 @@ class PoolReplay:
         copied: Ints = np.flatnonzero(arrays.kept[blocks] | (arrays.owners[blocks] > 1))
         return copied
 
-    def _leave(self, asked: _Request) -> None:
+    def _leave(self, asked: Request) -> None:
         """Release the blocks that have left the windows of their groups."""
         for pool, order in enumerate(self._order):
             left = []
@@ -424,8 +558,14 @@ class PoolReplay:
         order = np.argsort(-np.concatenate(positions), kind="stable")
         self._ids[pool].release_array(np.concatenate(every)[order])
 
-    def _end(self, asked: _Request) -> None:
+    def _end(self, asked: Request) -> None:
         """Release all blocks of a request."""
+        if self._next:
+            for table in asked.tables:
+                stop = min(table.size, len(table.numbers))
+                if not table.bundle.state:
+                    blocks = table.blocks[:, table.gone : stop]
+                    self._describe(table.bundle, asked.number, table.gone, blocks)
         for pool, order in enumerate(self._order):
             tables = [asked.tables[number] for number in order]
             parts = [(one, one.gone, one.size) for one in tables if one.size > one.gone]
@@ -436,11 +576,16 @@ class PoolReplay:
 
     # -- cached blocks ------------------------------------------------------------------
 
-    def _publish(self, asked: _Request, tokens: int) -> None:
+    def _publish(self, asked: Request, tokens: int) -> None:
         """Make the complete blocks of the first `tokens` tokens available to later requests."""
         ends = [end for end in asked.ends if asked.computed < end <= tokens]
         for table in asked.tables:
             bundle = table.bundle
+            if self._saved:
+                first = tokens // bundle.block - 1 if bundle.state else table.gone
+                stop = 1 if bundle.state else min(tokens // bundle.block, table.size)
+                blocks = table.blocks[:, 0 if bundle.state else first : stop]
+                self._describe(bundle, asked.number, first, blocks)
             if bundle.keeps_all:
                 stop = min(tokens // bundle.block, len(table.numbers))
                 first = asked.computed // bundle.block
@@ -453,22 +598,12 @@ class PoolReplay:
                 if ends[-1] == tokens:
                     self._keep_state(table, tokens)
             else:
-                self._keep_windows(table, np.array(ends, np.int64))
+                self._keep_windows(table, ends)
 
-    def _keep_windows(self, table: _Table, ends: Ints) -> None:
+    def _keep_windows(self, table: _Table, ends: list[int]) -> None:
         bundle = table.bundle
-        firsts, stops = bundle.firsts(ends), ends // bundle.block
         shared = bundle.one.pool in self._shares
-        runs: list[list[int]] = []
-        before = table.gone
-        for first, stop in zip(firsts.tolist(), stops.tolist(), strict=True):
-            start = max(min(first, stop), before)
-            if start < stop:
-                if runs and not shared and runs[-1][1] == start:
-                    runs[-1][1] = stop
-                else:
-                    runs.append([start, stop])
-                before = stop
+        runs = bundle.window_runs(ends, table.gone, joined=not shared)
         if shared:
             for group in range(bundle.groups):
                 for start, stop in runs:
@@ -482,23 +617,38 @@ class PoolReplay:
     def _keep_state(self, table: _Table, tokens: int) -> None:
         bundle = table.bundle
         number = int(table.numbers[tokens // bundle.block - 1])
-        row = int(bundle.row_of[number])
-        if row < 0:
-            row = bundle.rows.pop()
-            bundle.row_of[number], bundle.prefix_of[row] = row, number
-        names = bundle.base + row * bundle.groups + np.arange(bundle.groups)
-        bundle.live[row] += 1  # so that the row is not freed while its blocks are replaced
+        names = self._row(bundle, number)
         if bundle.one.pool in self._shares:
             for group in range(bundle.groups):
                 part = slice(group, group + 1)
                 self._keep_shared(bundle, names[part], table.blocks[part, 0])
         else:
             self._keep(bundle, names, table.blocks[:, 0])
-        bundle.live[row] = np.count_nonzero(self._where[names] >= 0)
-        if not bundle.live[row]:
-            self._free_rows(bundle, np.array([row]))
 
-    def _keep(self, bundle: _Bundle, names: Ints, blocks: Ints) -> None:
+    def _row(self, bundle: Bundle, number: int) -> Ints:
+        """Return the elements of `_where` for a state, which gets a row unless it has one."""
+        row = int(bundle.row_of[number])
+        if row < 0:
+            if not bundle.rows:
+                self._sweep(bundle)
+            row = bundle.rows.pop()
+            bundle.row_of[number], bundle.prefix_of[row] = row, number
+        return self._elements(bundle, row)
+
+    def _elements(self, bundle: Bundle, row: int) -> Ints:
+        """Return the elements of `_where` of a row."""
+        elements: Ints = bundle.each + (bundle.base + int(row) * bundle.groups)
+        return elements
+
+    def _sweep(self, bundle: Bundle) -> None:
+        """Free the rows of states of which no group has a block."""
+        start, stop = bundle.base, bundle.base + bundle.width * bundle.groups
+        rows = self._where[start:stop].reshape(bundle.width, bundle.groups)
+        empty = np.flatnonzero((rows < 0).all(axis=1))
+        bundle.row_of[bundle.prefix_of[empty]] = ABSENT
+        bundle.rows += empty.tolist()
+
+    def _keep(self, bundle: Bundle, names: Ints, blocks: Ints) -> None:
         """Keep blocks as the content of these elements of `_where`.
 
         A block that was computed again replaces its cached copy.
@@ -516,7 +666,7 @@ class PoolReplay:
         self._names[pool][blocks] = names
         self._ids[pool].keep(blocks)
 
-    def _keep_shared(self, bundle: _Bundle, names: Ints, blocks: Ints) -> None:
+    def _keep_shared(self, bundle: Bundle, names: Ints, blocks: Ints) -> None:
         """Keep blocks of one group, if the share of checkpoints allows it."""
         share = self._shares[bundle.one.pool]
         before = self._where[names]
@@ -536,22 +686,9 @@ class PoolReplay:
         names = self._names[pool][blocks]
         self._names[pool][blocks] = ABSENT
         self._where[names] = ABSENT
-        for bundle in self._bundles:
-            if bundle.state and bundle.one.pool == pool:
-                mine = names[
-                    (names >= bundle.base) & (names < bundle.base + bundle.width * bundle.groups)
-                ]
-                if len(mine):
-                    rows = (mine - bundle.base) // bundle.groups
-                    np.subtract.at(bundle.live, rows, 1)
-                    self._free_rows(bundle, np.unique(rows[bundle.live[rows] == 0]))
         if pool in self._shares:
             self._shares[pool].lose(blocks.tolist())
         self.outcome.evictions += len(blocks)
-
-    def _free_rows(self, bundle: _Bundle, rows: Ints) -> None:
-        bundle.row_of[bundle.prefix_of[rows]] = ABSENT
-        bundle.rows += rows.tolist()
 
     def _content(self, pool: int, block: int) -> Hashable:
         """Return the content of a kept block: its group and its prefix."""

@@ -31,7 +31,7 @@ def in_layout(spec: Spec, layout: Layout) -> Spec:
 
 @lru_cache(maxsize=4096)
 def _in_layout(spec: Attention, layout: Layout) -> Spec:
-    """Return `spec` with `scales` set. Equal specs return one cached object."""
+    """Return `spec` with `scales` set, cached so that equal specs share one object."""
     scales: Scales
     if layout.page_contiguous:
         scales = "planes" if layout.outside("H", "N") else "state_planes"

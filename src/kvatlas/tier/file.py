@@ -26,6 +26,7 @@ from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy
 from kvatlas.routing.binding import ORIGIN
+from kvatlas.tier.blocks import PartSums, TierBlock
 from kvatlas.tier.file_map import FileMap
 from kvatlas.tier.file_opening import (
     allocate,
@@ -43,7 +44,6 @@ from kvatlas.tier.file_reading import RunReader
 from kvatlas.tier.file_window import Window
 from kvatlas.tier.file_writing import PieceWriter
 from kvatlas.tier.format import EMPTY_RECORD, RECORD, RecordFormat
-from kvatlas.tier.index import PartSums, TierBlock
 from kvatlas.tier.part_sums import SummedStretches, block_checksum, part_sums
 from kvatlas.wire import Memory, memory_of
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.tier.format import LONGEST_PLAN, MAGIC, PAGE, VERSION, Extent, header, read_header
+from kvatlas.tier.stores.folder_files import sync_folder
 from kvatlas.wire.handshake_checks import check_plan_size
 
 _REMOVE = "Check the path. A damaged file can be deleted: its content can be recomputed"
@@ -73,16 +74,7 @@ def create_file(path: Path, plan: Plan) -> None:
         finally:
             os.close(fd)
             beside.unlink()
-        _sync_folder(path.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    """Flush a folder to disk, so that the names of new files survive a power failure."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        sync_folder(path.parent)
 
 
 def allocate(fd: int, nbytes: int) -> None:

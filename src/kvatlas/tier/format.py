@@ -22,7 +22,7 @@ from typing import NamedTuple
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import round_up
 from kvatlas.planning import Plan
-from kvatlas.tier.index import TierBlock
+from kvatlas.tier.blocks import TierBlock
 from kvatlas.tier.request_blocks import LONGEST_KEY, Cover
 
 MAGIC = b"kvatlas\x00"

@@ -13,8 +13,6 @@ from kvatlas.planning import Plan
 from kvatlas.routing import Copy
 from kvatlas.routing.block_tables import checked_rank
 from kvatlas.tier.converting import Converting, TierRoutes
-from kvatlas.tier.index import TierBlock
-from kvatlas.tier.request_blocks import NeededBlock
 from kvatlas.tier.storage import Carry, TierStorage
 
 
@@ -64,20 +62,15 @@ class Hit:
                     storage.convert(stream.parts(), plan, rank, pools or {})
                 return
             offload = None if carry else storage.offload_of_sums(plan, rank, pools)
-            if offload is not None:
-                grids = self._sums(plan, rank, blocks, start)
-                storage.carry("fetch", grids, offload.fetch)
-                return
-            if carry is None and storage.takes_sums(pools):
-                grids = self._sums(plan, rank, blocks, start)
-                storage.carry("fetch", grids, storage.reading(plan, rank, pools or {}))
-                return
-            copies = self._bound(plan, rank, blocks, start)
-            if carry is not None or is_on_gpu(pools):
+            as_grids = offload is not None or not (carry or is_on_gpu(pools))
+            copies = self._bound(plan, rank, blocks, start, as_grids=as_grids)
+            if not as_grids:
                 storage.load(copies, self._loaded)
-            storage.carry("fetch", copies, carry or storage.reading(plan, rank, pools or {}))
+            fetch = offload.fetch if offload else None
+            read = carry or fetch or storage.reading(plan, rank, pools or {})
+            storage.carry("fetch", copies, read)
 
-    def copies(self, plan: Plan, *, rank: int = 0, blocks: Any) -> tuple[Copy, ...]:
+    def copies(self, plan: Plan, *, rank: int = 0, blocks: Any) -> Sequence[Copy]:
         """Return the copy operations from `tier.memory` to a rank's pools, for any transport.
 
         For a tier in a file, the bytes are valid until the hit is released.
@@ -88,30 +81,28 @@ class Hit:
             return copies
 
     def _bound(
-        self, plan: Plan, rank: int, blocks: Any, start: int | None = None
-    ) -> tuple[Copy, ...]:
-        way = self._routes.to(plan)
-        if not self.tokens or 0 not in way.sources(rank):
-            return ()
-        with self._storage.metrics.phase("bind"):
-            return way.bind(**self._ends(rank, blocks, start)).copies
+        self,
+        plan: Plan,
+        rank: int,
+        blocks: Any,
+        start: int | None = None,
+        *,
+        as_grids: bool = False,
+    ) -> Sequence[Copy]:
+        """Return the copy operations of a fetch.
 
-    def _sums(self, plan: Plan, rank: int, blocks: Any, start: int | None) -> list[Copy]:
-        """Return the copy operations of a fetch; one `Copy` describes many runs.
-
-        Such a copy contains spans and starts instead of a list of runs (see `Copy.starts`).
+        With `as_grids`, one `Copy` describes many runs by spans and starts (see `Copy.starts`).
         """
         way = self._routes.to(plan)
         if not self.tokens or 0 not in way.sources(rank):
-            return []
+            return ()
+        ends = self._ends(rank, blocks, start)
         with self._storage.metrics.phase("bind"):
-            return way.stream(**self._ends(rank, blocks, start)).grids()
+            return way.stream(**ends).grids() if as_grids else way.bind(**ends).copies
 
     def _ends(self, rank: int, blocks: Any, start: int | None) -> dict[str, Any]:
-        """Return the keyword arguments of `Route.bind` for a fetch into a rank's blocks."""
         tokens = self.start if start is None else max(start, self.start), self.tokens
-        ends = {"source_blocks": self.tables, "destination_blocks": blocks, "tokens": tokens}
-        return {"source_rank": 0, "destination_rank": rank, **ends}
+        return fetch_ends(self.tables, rank, blocks, tokens)
 
     def release(self) -> None:
         """Unpin the blocks. A second call does nothing."""
@@ -122,19 +113,6 @@ class Hit:
             self._let_go()
 
 
-def tables_of(
-    plan: Plan, needs: Sequence[NeededBlock], blocks: Sequence[TierBlock]
-) -> dict[int, list[int]]:
-    """Return a block table for each group of the tier's plan; entries outside `needs` are -1."""
-    tables = {group: [-1] for group in range(len(plan.groups))}
-    for need, block in zip(needs, blocks, strict=True):
-        entry = 0 if plan.groups[need.group].kind == "recurrent" else need.entry
-        table = tables[need.group]
-        table += [-1] * (entry + 1 - len(table))
-        table[entry] = block.block_id
-    return tables
-
-
 def _refuse_carry(carry: Carry | None) -> None:
     if carry is not None:
         raise AtlasError(
@@ -143,6 +121,12 @@ def _refuse_carry(carry: Carry | None) -> None:
             got="both options",
             hint="Omit carry= and pass pools that this process can access, or omit convert=",
         )
+
+
+def fetch_ends(tables: Any, rank: int, blocks: Any, tokens: tuple[int, int]) -> dict[str, Any]:
+    """Return the arguments of `Route.bind` for a fetch from a tier's blocks into a rank's."""
+    ends = {"source_blocks": tables, "destination_blocks": blocks, "tokens": tokens}
+    return {"source_rank": 0, "destination_rank": rank, **ends}
 
 
 def check_all_there(found: int, wanted: int) -> None:

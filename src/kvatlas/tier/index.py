@@ -8,95 +8,15 @@ least recently used one is evicted when space is needed.
 from __future__ import annotations
 
 import threading
-import time
-from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from kvatlas.errors import AtlasError
 from kvatlas.planning import Plan
+from kvatlas.tier.blocks import Claim, PartSums, TierBlock
 from kvatlas.tier.ingest import Delivery, Ingest
-from kvatlas.tier.part_sums import PartSum
-from kvatlas.tier.request_blocks import Cover, NeededBlock, TierSpans
-
-_FEW = 1024
-"""Number of dropped blocks that are kept before the list of blocks is compacted."""
-
-BlockPlace = tuple[int, int]
-"""A pool and the id of one of its blocks."""
-
-PartSums = dict[BlockPlace, PartSum]
-"""The known contributions of a rank to the checksums of blocks."""
-
-
-class StoreResult(NamedTuple):
-    """The outcome of a store call: how many keys are complete, incomplete or without space.
-
-    `whole` keys have the bytes of all ranks, `waiting` keys still lack bytes of other ranks, and
-    for `no_room` keys the tier had no free block.
-    """
-
-    whole: int
-    waiting: int
-    no_room: int
-
-
-@dataclass(eq=False)
-class TierBlock:
-    """A block of one of the tier's pools, being filled or complete."""
-
-    pool: int
-    block_id: int
-    group: int
-    key: bytes
-    cover: Cover
-    whole: bool = False
-    verified: bool = True
-    """Whether the block's checksum has been verified since the tier was opened."""
-    checksum: int = 0
-    sequence: int = 0
-    found: int = 0
-    """A number that increases with every completed block, assigned when it is completed."""
-    pins: int = 0
-    dropped: bool = False
-    """Whether lookups no longer find the block. It is freed when the last pin is released."""
-    brought: dict[int, Delivery] = field(default_factory=dict)
-    """The byte ranges that each rank has written to the block."""
-    sums: dict[int, PartSum] = field(default_factory=dict)
-    """Contributions to the block's checksum, by rank, for ranks that computed them."""
-    writing: set[int] = field(default_factory=set)
-    """Ranks that are writing to the block."""
-    fill_key: tuple[Any, ...] = ()
-    """The key under which other ranks find the block while it is being filled."""
-
-    @property
-    def place(self) -> BlockPlace:
-        """The pool and the block id."""
-        return self.pool, self.block_id
-
-    @property
-    def name(self) -> tuple[int, bytes]:
-        """The group and the key by which lookups find the block."""
-        return self.group, self.key
-
-
-@dataclass
-class Claim:
-    """The blocks that a rank may fill for one store operation (`fills`).
-
-    `pinned` are blocks of the same request that were already complete. They stay pinned until the
-    operation ends.
-    """
-
-    rank: int
-    fills: list[tuple[NeededBlock, TierBlock]] = field(default_factory=list)
-    pinned: list[TierBlock] = field(default_factory=list)
-    whole: int = 0
-    waiting: int = 0
-    no_room: int = 0
+from kvatlas.tier.request_blocks import Cover, NeededBlock
 
 
 class BlockIndex:
@@ -107,13 +27,9 @@ class BlockIndex:
         self.lock = threading.RLock()
         self.sequence = 0
         self.evicted = 0
-        # Above the marks of every earlier index, so that marks stay valid if a tier is reopened.
-        self._found = time.time_ns()
         self._cleared = cleared
         self._free = {p.index: list(range(p.blocks - 1, -1, -1)) for p in plan.pools}
         self._whole: dict[tuple[int, bytes], TierBlock] = {}
-        self._in_order: list[TierBlock] = []
-        """Blocks in order of completion, including some that were dropped since."""
         self._filling: dict[tuple[Any, ...], TierBlock] = {}
         self._recent = {p.index: OrderedDict[TierBlock, None]() for p in plan.pools}
         self._uncleared: dict[tuple[int, int], tuple[TierBlock, AtlasError]] = {}
@@ -141,7 +57,6 @@ class BlockIndex:
                 self._whole[block.name] = block
                 self.sequence = block.sequence
             for block in self._whole.values():
-                self._note_found(block)
                 self._recent[block.pool][block] = None
             for pool, ids in self._free.items():
                 taken = {block.block_id for block in self._recent[pool]}
@@ -150,33 +65,10 @@ class BlockIndex:
 
     # -- finding ------------------------------------------------------------------------
 
-    def find(self, need: NeededBlock) -> TierBlock | None:
-        """Return the complete block that contains the needed tokens, or None."""
+    def present(self, needs: Sequence[NeededBlock]) -> list[bool]:
+        """Return for each need whether a complete block contains the needed tokens."""
         with self.lock:
-            return self._find(need)
-
-    def longest(
-        self, spans: TierSpans, start: int, stop: int, keys: Mapping[int, Sequence[bytes | None]]
-    ) -> int:
-        """Return the largest number of leading tokens, up to `stop`, that every group can serve.
-
-        Blocks that are needed only for tokens before `start` are not looked up. The result is 0 if
-        no number above `start` is possible.
-        """
-        ends: list[int] = [stop, *range((stop - 1) // spans.step * spans.step, start, -spans.step)]
-        # Groups that need every token give an upper bound.
-        for group in spans.keeping_all:
-            for need in spans.of_group(group, start, stop, keys.get(group, ())):
-                if self.find(need) is None:
-                    begin = need.entry * spans.tier.groups[group].block
-                    ends = [end for end in ends if end <= begin]
-                    break
-        others = [g for g in range(len(spans.tier.groups)) if g not in spans.keeping_all]
-        for end in ends:
-            needs = (n for g in others for n in spans.of_group(g, start, end, keys.get(g, ())))
-            if all(self.find(need) is not None for need in needs):
-                return end
-        return 0
+            return [self._find(need) is not None for need in needs]
 
     def has(self, group: int, key: bytes) -> bool:
         """Return whether a group has a complete block with this key."""
@@ -187,17 +79,6 @@ class BlockIndex:
         """Return the (group, key) of all complete blocks, least recently used first."""
         with self.lock:
             return [block.name for lru in self._recent.values() for block in lru if block.whole]
-
-    def names_since(self, mark: int, most: int) -> tuple[list[tuple[int, bytes]], int]:
-        """Return the (group, key) of up to `most` blocks completed after `mark`, and the next mark.
-
-        A mark is a point in the order of completion, returned by the previous call.
-        """
-        with self.lock:
-            first = bisect_right(self._in_order, mark, key=lambda block: block.found)
-            later = (self._in_order[at] for at in range(first, len(self._in_order)))
-            new = list(islice((block for block in later if not block.dropped), most))
-            return [block.name for block in new], new[-1].found if new else mark
 
     def pin(self, needs: Sequence[NeededBlock]) -> list[TierBlock] | None:
         """Pin and return all needed blocks, or return None if one is absent."""
@@ -304,7 +185,7 @@ class BlockIndex:
         brought: dict[Any, Delivery] | None,
         sums: PartSums | None = None,
     ) -> list[TierBlock]:
-        """Record that a rank has written the blocks that it had claimed, or that it has failed.
+        """Record that a rank has written the blocks it claimed, or has failed.
 
         `brought` contains the byte ranges that the rank has written, by `NeededBlock.shape`, or is
         None if the rank has failed. `sums` are the rank's contributions to block checksums. Returns
@@ -346,17 +227,8 @@ class BlockIndex:
                     if older is not None:
                         self.drop(older)
                     block.whole = True
-                    self._note_found(block)
                     self._whole[block.name] = block
                 self.unpin([block])
-
-    def _note_found(self, block: TierBlock) -> None:
-        """Record that a block can be found from now on."""
-        self._found += 1
-        block.found = self._found
-        self._in_order.append(block)
-        if len(self._in_order) > 2 * len(self._whole) + _FEW:
-            self._in_order = [one for one in self._in_order if not one.dropped]
 
     # -- room ---------------------------------------------------------------------------
 

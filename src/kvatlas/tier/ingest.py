@@ -8,11 +8,11 @@ A block is complete when all needed bytes have been contributed.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 import msgspec
@@ -32,7 +32,7 @@ Shape = tuple[Any, ...]
 Ranges = tuple[Int64s, Int64s]
 
 
-_numbers = itertools.count()
+_numbers = count()
 _REMEMBERED = 1024
 APART = 2
 """Distance between the numbers of two blocks. The gap keeps runs from crossing blocks."""
@@ -70,43 +70,33 @@ class Ingest:
         return self.route.sources(0)
 
     def copies(
-        self, rank: int, blocks: Any, tokens: tuple[int, int], ids: Mapping[NeededBlock, int]
+        self,
+        rank: int,
+        blocks: Any,
+        tokens: tuple[int, int],
+        ids: Mapping[NeededBlock, int],
+        *,
+        as_grids: bool = False,
     ) -> tuple[list[Copy], dict[Shape, Delivery]]:
         """Return the copies from a rank into the tier's blocks, whose ids are in `ids`.
 
         Also returns a `Delivery` for each `NeededBlock.shape`: the rank writes the same byte ranges
-        of all blocks that have this shape.
-        """
-        with self._lock:
-            tables, numbers = self._number(*tokens)
-            bound = self.route.bind(**_ends(rank, blocks, tables, tokens))
-            known = self._deliveries(rank, ids, lambda: bound.copies, tables, tokens)
-        target = _targets(ids, numbers)
-        aimed = [
-            part
-            for copy in bound.copies
-            for part in self._aimed(copy, target[copy.destination_pool])
-        ]
-        return aimed, known
-
-    def grids(
-        self, rank: int, blocks: Any, tokens: tuple[int, int], ids: Mapping[NeededBlock, int]
-    ) -> tuple[list[Copy], dict[Shape, Delivery]]:
-        """Return the same as `copies`, but each `Copy` describes many runs by spans and starts.
-
-        Single runs are computed only for a `NeededBlock.shape` that was not seen before.
+        of all blocks that have this shape. With `as_grids`, each `Copy` describes many runs by
+        spans and starts, and single runs are computed only for a shape that was not seen before.
         """
         with self._lock:
             tables, numbers = self._number(*tokens)
             ends = _ends(rank, blocks, tables, tokens)
-            bind = partial(self.route.bind, **ends)
-            known = self._deliveries(rank, ids, lambda: bind().copies, tables, tokens)
-            grids = self.route.stream(**ends).grids()
-        target = _targets(ids, numbers)
-        aimed = [
-            part for grid in grids for part in self._aimed(grid, target[grid.destination_pool])
-        ]
-        return aimed, known
+            single = cache(lambda: self.route.bind(**ends).copies)
+            known = self._deliveries(rank, ids, single, tables, tokens)
+            copies = self.route.stream(**ends).grids() if as_grids else single()
+        placed = {(need.group, need.entry): block_id for need, block_id in ids.items()}
+        target = {
+            pool: np.array([placed.get(place, -1) for place in places], dtype=np.int64)
+            for pool, places in numbers.items()
+        }
+        aimed = (self._aimed(copy, target[copy.destination_pool]) for copy in copies)
+        return list(chain.from_iterable(aimed)), known
 
     def deliveries(
         self, rank: int, blocks: Any, tokens: tuple[int, int], needs: Iterable[NeededBlock]
@@ -117,8 +107,9 @@ class Ingest:
             if all((rank, need.shape) in self._known for need in needs):
                 return {need.shape: self._known[rank, need.shape] for need in needs}
             tables, _ = self._number(*tokens)
-            bind = partial(self.route.bind, **_ends(rank, blocks, tables, tokens))
-            return self._deliveries(rank, needs, lambda: bind().copies, tables, tokens)
+            ends = _ends(rank, blocks, tables, tokens)
+            written = lambda: self.route.bind(**ends).copies  # noqa: E731
+            return self._deliveries(rank, needs, written, tables, tokens)
 
     def whole(self, shape: Shape, deliveries: Mapping[int, Delivery]) -> bool:
         """Return whether the ranks' deliveries cover every byte that a block of `shape` needs."""
@@ -217,15 +208,6 @@ def _ends(rank: int, blocks: Any, tables: Any, tokens: tuple[int, int]) -> dict[
     """Return the arguments of `Route.bind` for copies from a rank to placeholder numbers."""
     ends = {"source_blocks": blocks, "destination_blocks": tables, "tokens": tokens}
     return {"source_rank": rank, "destination_rank": 0, **ends}
-
-
-def _targets(ids: Mapping[NeededBlock, int], numbers: Mapping[int, list[Any]]) -> dict[int, Int64s]:
-    """Return, for each pool, an array with the block id of each placeholder number, or -1."""
-    placed = {(need.group, need.entry): block_id for need, block_id in ids.items()}
-    return {
-        pool: np.array([placed.get(place, -1) for place in places], dtype=np.int64)
-        for pool, places in numbers.items()
-    }
 
 
 def with_room(plan: Plan) -> Plan:

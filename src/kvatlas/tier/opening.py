@@ -16,9 +16,9 @@ from kvatlas.planning.request import quantity
 from kvatlas.routing import fingerprint
 from kvatlas.routing.conversion import parse_conversion
 from kvatlas.tier.addresses import without_secrets
+from kvatlas.tier.any_tier import AnyTier
 from kvatlas.tier.canonical_rows import canonical_rows, layers_of
 from kvatlas.tier.converting import Converting, check_converting
-from kvatlas.tier.prefix_finder import AnyTier
 from kvatlas.tier.served.client import TierClient
 from kvatlas.tier.served.sharing import share_file
 from kvatlas.tier.store_tier import StoreTier

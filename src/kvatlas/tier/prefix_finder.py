@@ -16,12 +16,8 @@ from typing import NamedTuple
 
 from kvatlas.errors import AtlasError
 from kvatlas.specs import Visibility
+from kvatlas.tier.any_tier import AnyTier
 from kvatlas.tier.chained_keys import PrefixChain
-from kvatlas.tier.served.client import TierClient
-from kvatlas.tier.store_tier import StoreTier
-from kvatlas.tier.tier import Tier
-
-AnyTier = Tier | TierClient | StoreTier
 
 _AT_ONCE = 1024
 """Number of keys in one lookup."""
@@ -48,6 +44,7 @@ class PrefixFinder:
 
     >>> import numpy as np
     >>> from kvatlas.planning import plan
+    >>> from kvatlas.tier import Tier
     >>> own = plan("Qwen3-8B", memory="64MiB", layout="BHLNC", max_len=64)
     >>> tier, pools = Tier(own), {0: np.zeros(own.pools[0].nbytes, np.uint8)}
     >>> finder = PrefixFinder(tier, b"a digest of the weights")
@@ -80,8 +77,7 @@ class PrefixFinder:
         )
         """A group that stores every token and thus bounds the ends; None if there is none."""
         self._windows = [groups[n].visibility for n in windows if n not in recurrent]
-        converts = isinstance(tier, StoreTier) and tier.converts
-        self._rows: list[dict[str, bool]] = [{}, {"other": True}] if converts else [{}]
+        self._rows: list[dict[str, bool]] = [{}, {"other": True}] if tier.converts else [{}]
         """The lookup options for each cache dtype. A hit cannot combine rows of two dtypes."""
 
     def chain(self, tokens: Sequence[int], salt: bytes = b"", lora: str = "") -> PrefixChain:

@@ -7,8 +7,9 @@ begin in the middle of a block. The `Cover` of a block records which tokens it c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from math import lcm
 from typing import Any, NamedTuple
 
@@ -22,6 +23,10 @@ LONGEST_KEY = 64
 
 Keys = Sequence[bytes | None] | Mapping[int, Sequence[bytes | None]]
 """A key or None for each block in token order, one list for all groups or one per group."""
+
+
+KeysByGroup = Mapping[int, Sequence[bytes | None]]
+"""A key or None for each block in token order, by group."""
 
 
 class Cover(NamedTuple):
@@ -44,6 +49,10 @@ class NeededBlock(NamedTuple):
     cover: Cover
     shape: tuple[Any, ...]
     """Equal for two blocks if and only if the same bytes of them are needed."""
+
+
+FindBlocks = Callable[[Sequence[NeededBlock]], Sequence[bool]]
+"""Returns for each block whether a tier has it."""
 
 
 class TierSpans:
@@ -72,9 +81,7 @@ class TierSpans:
         spans = self._spans(group, start, stop)
         return min(first for first, _ in spans), max(last for _, last in spans)
 
-    def needs(
-        self, start: int, stop: int, keys: Mapping[int, Sequence[bytes | None]]
-    ) -> list[NeededBlock]:
+    def needs(self, start: int, stop: int, keys: KeysByGroup) -> list[NeededBlock]:
         """Return the blocks for tokens start .. stop - 1, ordered by group and token."""
         return [
             need
@@ -108,6 +115,40 @@ class TierSpans:
             # Context parallelism distributes tokens by their position in the request.
             where = begin if self.other.dcp > 1 else 0
             yield NeededBlock(group, entry, _at(keys, entry), cover, (group, where, covers))
+
+    def longest(
+        self, start: int, stop: int, keys: KeysByGroup, stored: FindBlocks, *, at_once: int = 1
+    ) -> int:
+        """Return the largest number of leading tokens, up to `stop`, that every group can serve.
+
+        `stored` returns for each block whether the tier has it; it is called for the blocks of
+        `at_once` possible ends. Blocks that are needed only for tokens before `start` are not
+        looked up. The result is 0 if no number above `start` is possible.
+        """
+        ends: list[int] = [stop, *range((stop - 1) // self.step * self.step, start, -self.step)]
+        # Groups that need every token give an upper bound.
+        for group in self.keeping_all:
+            needs = list(self.of_group(group, start, stop, keys.get(group, ())))
+            absent = (need for need, there in zip(needs, stored(needs), strict=True) if not there)
+            if (first := next(absent, None)) is not None:
+                begin = first.entry * self.tier.groups[group].block
+                ends = [end for end in ends if end <= begin]
+        others = [
+            group
+            for group, seen in self.visibilities.items()
+            if group not in self.keeping_all or len(seen) > 1
+        ]
+        for at in range(0, len(ends), at_once):
+            some = ends[at : at + at_once]
+            needs_of = [
+                [n for g in others for n in self.of_group(g, start, end, keys.get(g, ()))]
+                for end in some
+            ]
+            found = iter(stored([need for needs in needs_of for need in needs]))
+            for end, needs in zip(some, needs_of, strict=True):
+                if all(list(islice(found, len(needs)))):
+                    return end
+        return 0
 
     def covers_at_end(self, group: int, stop: int) -> set[Cover]:
         """Return the covers (ranges of tokens) that the last block of a request may have.
@@ -151,6 +192,20 @@ class TierSpans:
 
     def _spans(self, group: int, start: int, stop: int) -> list[tuple[int, int]]:
         return [needed_states(seen, 1, start, stop) for seen in self.visibilities[group]]
+
+
+def block_tables(plan: Plan, ids: Mapping[NeededBlock, int]) -> dict[int, list[int]]:
+    """Return a block table for each group of the tier's plan, given the id of each needed block.
+
+    Entries that are not needed are -1, which routes reject.
+    """
+    tables = {group: [-1] for group in range(len(plan.groups))}
+    for need, block_id in ids.items():
+        entry = 0 if plan.groups[need.group].kind == "recurrent" else need.entry
+        table = tables[need.group]
+        table += [-1] * (entry + 1 - len(table))
+        table[entry] = block_id
+    return tables
 
 
 def keys_by_group(plan: Plan, keys: Any) -> dict[int, tuple[bytes | None, ...]]:

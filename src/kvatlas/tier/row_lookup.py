@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from kvatlas.tier.namespaces import RowName
-from kvatlas.tier.request_blocks import Cover, NeededBlock, TierSpans
+from kvatlas.tier.request_blocks import Cover, KeysByGroup, NeededBlock, TierSpans
 from kvatlas.tier.row_traffic import RowTraffic
 from kvatlas.tier.store_calls import Deadline
 
 _ENDS_AT_ONCE = 64
 """Number of possible ends of a request in one lookup."""
 
-KeyRows = Mapping[int, Sequence[bytes | None]]
+
+class FoundRows(NamedTuple):
+    """A stored prefix of a request: its length in tokens, its rows, and why it is not longer."""
+
+    tokens: int
+    rows: Mapping[NeededBlock, RowName]
+    missing: str
+    """"absent" if longer prefixes do not exist, or "incomplete" if a row lacks some objects."""
 
 
 class RowLookup:
@@ -22,35 +30,15 @@ class RowLookup:
     def __init__(self, traffic: RowTraffic, spans: TierSpans) -> None:
         self._traffic, self._spans = traffic, spans
 
-    def longest(
-        self, start: int, stop: int, keys: KeyRows, deadline: Deadline
-    ) -> tuple[int, dict[NeededBlock, RowName], str]:
-        """Return (tokens, rows, reason) of the longest prefix that every group can serve.
+    def longest(self, start: int, stop: int, keys: KeysByGroup, deadline: Deadline) -> FoundRows:
+        """Find the longest stored prefix of a request's first `stop` tokens.
 
-        `tokens` is its length, and `rows` are its rows in the store. `reason` is why longer
-        prefixes were not found: "absent" if their rows do not exist, or "incomplete" if a row lacks
-        some of its objects.
+        Rows that are needed only for tokens before `start` are not looked up.
         """
-        spans = self._spans
-        ends: list[int] = [stop, *range((stop - 1) // spans.step * spans.step, start, -spans.step)]
-        asked = Asked(self._traffic, spans, deadline)
-        # Groups that need every token give an upper bound.
-        for group in spans.keeping_all:
-            needs = list(spans.of_group(group, start, stop, keys.get(group, ())))
-            asked.look_for(needs)
-            for need in needs:
-                if need not in asked.rows:
-                    begin = need.entry * spans.tier.groups[group].block
-                    ends = [end for end in ends if end <= begin]
-                    break
-        for at in range(0, len(ends), _ENDS_AT_ONCE):
-            some = ends[at : at + _ENDS_AT_ONCE]
-            needs_of = {end: spans.needs(start, end, keys) for end in some}
-            asked.look_for(need for needs in needs_of.values() for need in needs)
-            for end, needs in needs_of.items():
-                if all(need in asked.rows for need in needs):
-                    return end, {need: asked.rows[need] for need in needs}, asked.missing
-        return 0, {}, asked.missing
+        asked = Asked(self._traffic, self._spans, deadline)
+        end = self._spans.longest(start, stop, keys, asked.stored, at_once=_ENDS_AT_ONCE)
+        needs = self._spans.needs(start, end, keys)
+        return FoundRows(end, {need: asked.rows[need] for need in needs}, asked.missing)
 
     def kept(
         self, group: int, ends: Sequence[tuple[int, bytes]], deadline: Deadline, *, whole: bool
@@ -86,12 +74,17 @@ class Asked:
         """Why rows are missing: "incomplete" if a row has some of its objects, else "absent"."""
         self._known: dict[RowName, bool] = {}
 
-    def look_for(self, needs: Iterable[NeededBlock]) -> None:
-        """Look up the rows that can serve `needs`, except rows that were looked up before."""
+    def stored(self, needs: Sequence[NeededBlock]) -> list[bool]:
+        """Return for each need whether the store has its row.
+
+        Rows that were looked up before are not looked up again.
+        """
         candidates = {need: self._candidates(need) for need in needs if need not in self.rows}
         unknown = dict.fromkeys(row for rows in candidates.values() for row in rows)
         new = [row for row in unknown if row not in self._known]
-        for row, (whole, begun) in zip(new, self._present(new), strict=True):
+        for row, (whole, begun) in zip(
+            new, self._traffic.present(new, self._deadline), strict=True
+        ):
             self._known[row] = whole
             if begun and not whole:
                 self.missing = "incomplete"
@@ -99,9 +92,7 @@ class Asked:
             found = next((row for row in rows if self._known[row]), None)
             if found is not None:
                 self.rows[need] = found
-
-    def _present(self, rows: Sequence[RowName]) -> list[tuple[bool, bool]]:
-        return self._traffic.present(rows, self._deadline)
+        return [need in self.rows for need in needs]
 
     def _candidates(self, need: NeededBlock) -> list[RowName]:
         """Return rows that can serve `need`: of the whole block, or of only the needed tokens."""

@@ -10,14 +10,14 @@ from collections.abc import Iterable
 
 from kvatlas.planning import Plan
 from kvatlas.tier.ingest import APART
-from kvatlas.tier.request_blocks import NeededBlock
+from kvatlas.tier.request_blocks import NeededBlock, block_tables
 
 
 class RowNumbers:
     """A placeholder block id for each row that a request needs, unique within a pool."""
 
     def __init__(self, plan: Plan, needs: Iterable[NeededBlock]) -> None:
-        self._groups = plan.groups
+        self._plan = plan
         self._block_bytes = {pool.index: pool.block_bytes for pool in plan.pools}
         self.numbers: dict[NeededBlock, int] = {}
         counts = {pool.index: 0 for pool in plan.pools}
@@ -29,11 +29,11 @@ class RowNumbers:
 
     def entry(self, need: NeededBlock) -> int:
         """Return the index of a row in the block table of its group; 0 for a recurrent state."""
-        return 0 if self._groups[need.group].kind == "recurrent" else need.entry
+        return 0 if self._plan.groups[need.group].kind == "recurrent" else need.entry
 
     def place(self, need: NeededBlock) -> tuple[int, int]:
         """Return (pool, placeholder number) of a row."""
-        return self._groups[need.group].pool, self.numbers[need]
+        return self._plan.groups[need.group].pool, self.numbers[need]
 
     def group(self, pool: int, number: int) -> int:
         """Return the group of the row with this placeholder number in this pool."""
@@ -44,14 +44,5 @@ class RowNumbers:
         return self._block_bytes[pool]
 
     def tables(self) -> dict[int, list[int]]:
-        """Return the block table of each group, with placeholder numbers instead of block ids.
-
-        Entries that the request does not need are -1, which routes reject.
-        """
-        tables = {group: [-1] for group in range(len(self._groups))}
-        for need, number in self.numbers.items():
-            entry = self.entry(need)
-            table = tables[need.group]
-            table += [-1] * (entry + 1 - len(table))
-            table[entry] = number
-        return tables
+        """Return the block table of each group, with placeholder numbers instead of block ids."""
+        return block_tables(self._plan, self.numbers)

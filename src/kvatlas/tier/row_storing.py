@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvatlas.copying.memory_copy import is_on_gpu
 from kvatlas.errors import AtlasError, Code
@@ -16,7 +16,7 @@ from kvatlas.tier.row_numbers import RowNumbers
 from kvatlas.tier.row_objects import RowShare
 from kvatlas.tier.row_runs import RowRuns
 from kvatlas.tier.row_traffic import RowTraffic, StagedObject
-from kvatlas.tier.storage import TierStorage, Write
+from kvatlas.tier.storage import TierStorage
 from kvatlas.tier.store_calls import Deadline
 from kvatlas.tier.store_hit import batches
 
@@ -28,54 +28,35 @@ _AHEAD = 3
 """Number of writes in flight while pools are read for the next."""
 
 
-class BoundStore(NamedTuple):
-    """One rank's part of a store operation, ready to be executed.
-
-    `runs` are the copies from the rank's pools. `shares` contains, for each `NeededBlock.shape`,
-    the objects that the rank writes. `write` executes copies into the staging memory `storage`.
-    """
-
-    runs: RowRuns
-    shares: Mapping[Any, RowShare]
-    storage: TierStorage
-    write: Write
-
-
 class RowStoring:
     """Stores one rank's part of a request's rows, from its pools through staging memory."""
 
     def __init__(
         self,
         traffic: RowTraffic,
+        storage: TierStorage,
         ingest: Ingest,
-        rank: int,
+        about: tuple[int, Any, tuple[int, int]],
         rows: Mapping[NeededBlock, RowName],
+        pools: Mapping[int, Any],
     ) -> None:
-        self._traffic, self._ingest, self._rank, self._rows = traffic, ingest, rank, rows
-        self._plan = traffic.names.cut.plan
-        self._numbered = RowNumbers(self._plan, rows)
-
-    def bind(
-        self, blocks: Any, tokens: tuple[int, int], storage: TierStorage, pools: Mapping[int, Any]
-    ) -> BoundStore:
-        """Compute the copies from the rank's pools into rows.
+        """Compute the copies from a rank's pools into rows. `about` is (rank, blocks, tokens).
 
         Raises an error if the rank holds only a part of an object.
         """
+        self._traffic, self._storage, self._ingest = traffic, storage, ingest
+        self._rank, self._rows = about[0], rows
+        self._numbered = RowNumbers(traffic.names.cut.plan, rows)
         with storage.metrics.phase("bind"):
-            about = (self._rank, blocks, tokens, self._numbered.numbers)
-            bind = self._ingest.copies if is_on_gpu(pools) else self._ingest.grids
-            copies, deliveries = bind(*about)
-            runs = RowRuns(copies, "destination", self._numbered)
-            shares = {shape: self._share(shape[0], *own) for shape, own in deliveries.items()}
-            self._traffic.know_shares(self._ingest.number, self._rank, shares)
-        return BoundStore(
-            runs, shares, storage, storage.writing(self._ingest.route.source, self._rank, pools)
-        )
+            numbers, as_grids = self._numbered.numbers, not is_on_gpu(pools)
+            copies, deliveries = ingest.copies(*about, numbers, as_grids=as_grids)
+            self._runs = RowRuns(copies, "destination", self._numbered)
+            self._shares = {shape: self._share(shape[0], *own) for shape, own in deliveries.items()}
+            """The objects that the rank writes, for each `NeededBlock.shape`."""
+            traffic.know_shares(ingest.number, self._rank, self._shares)
+        self._write = storage.writing(ingest.route.source, self._rank, pools)
 
-    def start(
-        self, bound: BoundStore, deadline: Deadline, *, paced: bool
-    ) -> tuple[Puts, list[RowName]]:
+    def start(self, deadline: Deadline, *, paced: bool) -> tuple[Puts, list[RowName]]:
         """Copy rows from the pools and start writing them to the store.
 
         Returns the writes in flight, and the rows for which no staging memory became free. With
@@ -84,8 +65,8 @@ class RowStoring:
         """
         under_way: Puts = {}
         no_room: list[RowName] = []
-        staging = self._traffic.staging
-        for some in batches(self._plan, self._numbered.numbers, staging.at_once):
+        plan, staging = self._traffic.names.cut.plan, self._traffic.staging
+        for some in batches(plan, self._numbered.numbers, staging.at_once):
             if paced and len(under_way) >= _AHEAD:
                 wait_for([list(under_way)[-_AHEAD]], deadline.left)
             own = {need: self._rows[need] for need in some}
@@ -96,11 +77,11 @@ class RowStoring:
             objects: list[StagedObject] = []
             try:
                 for need, row in own.items():
-                    if not bound.shares[need.shape].filled:
+                    if not self._shares[need.shape].filled:
                         self._traffic.zero(row, some[need], rows)
-                bound.storage.carry("store", bound.runs.at(rows.places, staging), bound.write)
+                self._storage.carry("store", self._runs.at(rows.places, staging), self._write)
                 for need, row in own.items():
-                    mine = bound.shares[need.shape].whole
+                    mine = self._shares[need.shape].whole
                     objects += self._traffic.staged(row, some[need], rows, mine)
             except BaseException:
                 staging.give_back(rows.lease)

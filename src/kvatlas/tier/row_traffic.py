@@ -16,7 +16,6 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.tier.namespaces import LEVELS, Namespace, RowName
 from kvatlas.tier.object_header import HEADER, ObjectPlace, checksum, header, is_sound
 from kvatlas.tier.request_blocks import NeededBlock
-from kvatlas.tier.row_frames import RowFrame
 from kvatlas.tier.row_objects import RowShare
 from kvatlas.tier.staging_rows import RowLease, StagingRows
 from kvatlas.tier.store_calls import Deadline, StoreCalls
@@ -160,7 +159,7 @@ class RowTraffic:
         lease = self.staging.lease({pool: pools.count(pool) for pool in set(pools)}, deadline)
         if lease is None:
             return None
-        free = {pool: iter(rows) for pool, rows in lease.rows.items()}
+        free = {pool: iter(rows) for pool, rows in lease.items()}
         places: dict[int, dict[int, int]] = {pool: {} for pool in free}
         for pool, number in zip(pools, numbers.values(), strict=True):
             places[pool][number] = next(free[pool])
@@ -171,7 +170,10 @@ class RowTraffic:
     ) -> list[StagedObject]:
         """Return the objects of a staged row that have the given indices."""
         pool = self._pool_of[row.group]
-        memory, frame = self.staging.row(pool, rows.places[pool][number]), self.frame(row.group)
+        memory, frame = (
+            self.staging.row(pool, rows.places[pool][number]),
+            self.staging.frames[row.group],
+        )
         names, mine, digest = self.names.objects(row), self.names.digest, row.digest
         return [
             StagedObject(
@@ -179,10 +181,6 @@ class RowTraffic:
             )
             for index in indices
         ]
-
-    def frame(self, group: int) -> RowFrame:
-        """Return the layout of a group's rows in staging memory."""
-        return self.staging.frames[group]
 
     def put(self, objects: Sequence[StagedObject]) -> Future[list[str]]:
         """Start storing objects. The result contains the names of objects that found no space."""

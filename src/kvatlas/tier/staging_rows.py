@@ -24,11 +24,8 @@ Needed = Mapping[int, int]
 """The number of rows of each pool."""
 
 
-class RowLease:
-    """Leased rows of staging memory: `rows[pool]` lists their indices."""
-
-    def __init__(self, rows: dict[int, list[int]]) -> None:
-        self.rows = rows
+RowLease = dict[int, list[int]]
+"""The indices of leased rows by pool. Returning the lease empties it."""
 
 
 class StagingRows:
@@ -64,7 +61,7 @@ class StagingRows:
         with self._changed:
             if not self._changed.wait_for(lambda: self._has(needed), deadline.left):
                 return None
-            return RowLease({i: [self._free[i].pop() for _ in range(n)] for i, n in needed.items()})
+            return {i: [self._free[i].pop() for _ in range(n)] for i, n in needed.items()}
 
     def _has(self, needed: Needed) -> bool:
         return all(len(self._free[index]) >= count for index, count in needed.items())
@@ -72,9 +69,9 @@ class StagingRows:
     def give_back(self, lease: RowLease) -> None:
         """Give rows back that are no longer read or written. A second call does nothing."""
         with self._changed:
-            for index, rows in lease.rows.items():
+            for index, rows in lease.items():
                 self._free[index] += rows
-            lease.rows = {}
+            lease.clear()
             self._changed.notify_all()
 
     def idle(self) -> bool:

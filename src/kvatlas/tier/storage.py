@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from kvatlas.copying.block_staging import BlockStaging
@@ -20,9 +19,9 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy
 from kvatlas.routing.converted_stream import CELLS, ConvertedPart
+from kvatlas.tier.blocks import PartSums, TierBlock
 from kvatlas.tier.file import TierFile
 from kvatlas.tier.file_pieces import grid_pieces
-from kvatlas.tier.index import PartSums, TierBlock
 from kvatlas.tier.ingest import Delivery, Ingest, Shape
 from kvatlas.tier.request_blocks import NeededBlock
 from kvatlas.wire import Memory, Metrics
@@ -34,7 +33,7 @@ StoredPart = tuple[int, Any, tuple[int, int], Mapping[NeededBlock, int]]
 """One rank's part of a store: the rank, its blocks, the token range, and the tier's block ids."""
 
 Read = Callable[[Sequence[Any]], None]
-"""Executes copies from a tier. Copies may have `Copy.starts` if `takes_sums` is true."""
+"""Executes copies from a tier. Copies between host memory and a tier may have `Copy.starts`."""
 
 Write = Callable[[Sequence[Any]], PartSums | None]
 """Executes copies into a tier and returns the known contributions to block checksums."""
@@ -63,7 +62,7 @@ class TierStorage:
         self.metrics = Metrics()
         self._pins = HostPins()
         self._idle = threading.Condition()
-        self._busy, self._open = 0, True
+        self._busy, self._open, self._released = 0, True, False
 
     @property
     def pools(self) -> dict[int, Bytes]:
@@ -81,32 +80,30 @@ class TierStorage:
         write = self._file.write
         return lambda copies: write(copies, rank_pools(plan, rank, pools))
 
-    def store_runs(
-        self, ingest: Ingest, about: StoredPart, plan: Plan, pools: Mapping[int, Any]
+    def store_part(
+        self,
+        ingest: Ingest,
+        about: StoredPart,
+        plan: Plan,
+        pools: Mapping[int, Any] | None,
+        carry: Carry | None = None,
     ) -> tuple[PartSums, dict[Shape, Delivery]]:
-        """Copy a rank's part of a request from its pools into the tier.
+        """Copy a rank's part of a request from its pools into the tier, with `carry` if given.
 
         Returns the known contributions to block checksums, and a `Delivery` for each
         `NeededBlock.shape`: the byte ranges that the rank writes to such a block. The copies use
-        spans and starts instead of single runs (see `Copy.starts`) if the tier is in memory, or if
-        its file is written in long contiguous ranges.
+        spans and starts instead of single runs (see `Copy.starts`), except with `carry`, for pools
+        on a GPU if the tier's memory is not pinned, and for short runs into a file.
         """
-        file, rank = self._file, about[0]
-        if not is_on_gpu(pools):
-            with self.metrics.phase("bind"):
-                grids, brought = ingest.grids(*about)
-            if file is None:
-                return self.carry("store", grids, self.writing(plan, rank, pools)), brought
-            if all(map(grid_pieces, grids)):
-                write = partial(file.write, pools=rank_pools(plan, rank, pools))
-                return self.carry("store", grids, write), brought
+        rank = about[0]
+        offload = None if carry else self.offload_of_sums(plan, rank, pools)
+        as_grids = offload is not None or not (carry or is_on_gpu(pools))
         with self.metrics.phase("bind"):
-            copies, brought = ingest.copies(*about)
-        return self.carry("store", copies, self.writing(plan, rank, pools)), brought
-
-    def takes_sums(self, pools: Mapping[int, Any] | None) -> bool:
-        """Return whether `reading` accepts copies with `Copy.starts`: not for GPU pools."""
-        return not is_on_gpu(pools)
+            copies, brought = ingest.copies(*about, as_grids=as_grids)
+            if as_grids and self._file is not None and not all(map(grid_pieces, copies)):
+                copies, brought = ingest.copies(*about)
+        write = self.carried(carry) if carry else self.writing(plan, rank, pools or {})
+        return self.carry("store", copies, write), brought
 
     def reading(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Read:
         """Return a function that copies from the tier into the given pools of a rank."""
@@ -251,12 +248,7 @@ class TierStorage:
         """Keep the storage open during the context. Raises an error if it is already closed."""
         with self._idle:
             if not self._open:
-                raise AtlasError(
-                    Code.UNREADABLE,
-                    "The tier is closed",
-                    got="a call after close()",
-                    hint="Open the tier again",
-                )
+                raise closed_error()
             self._busy += 1
         try:
             yield
@@ -265,12 +257,17 @@ class TierStorage:
                 self._busy -= 1
                 self._idle.notify_all()
 
-    def close(self) -> None:
-        """Wait for calls in flight, then release the memory or the file."""
+    def close(self, timeout: float | None = None) -> bool:
+        """Wait for calls in flight, then release the memory or the file.
+
+        If calls are still in flight after `timeout` seconds, release nothing and return False.
+        """
         with self._idle:
-            was, self._open = self._open, False
-            self._idle.wait_for(lambda: not self._busy)
-        if was:
+            self._open = False
+            if not self._idle.wait_for(lambda: not self._busy, timeout):
+                return False
+            released, self._released = self._released, True
+        if not released:
             self._pins.release()
             for staging in self._staging.values():
                 staging.close()
@@ -278,3 +275,10 @@ class TierStorage:
             self._pools = {}
             if self._file is not None:
                 self._file.close()
+        return True
+
+
+def closed_error() -> AtlasError:
+    """Return the error for a call of a tier that is closed."""
+    problem, hint = "The tier is closed", "Open the tier again"
+    return AtlasError(Code.UNREADABLE, problem, got="a call after close()", hint=hint)

@@ -13,6 +13,7 @@ from kvatlas.errors import AtlasError
 from kvatlas.planning import Plan
 from kvatlas.routing.block_tables import checked_rank
 from kvatlas.tier.converting import Converting, TierRoutes, converting_rows
+from kvatlas.tier.hit import fetch_ends
 from kvatlas.tier.namespaces import RowName
 from kvatlas.tier.request_blocks import NeededBlock
 from kvatlas.tier.row_moves import ConvertedRows, CopiedRows, RowMoves
@@ -77,11 +78,7 @@ class StoreHit:
                 return
             numbered, storage = RowNumbers(self._plan, self.rows), self._storage
             tokens = self.start if start is None else max(start, self.start), self.tokens
-            ends: dict[str, Any] = {
-                "source_blocks": numbered.tables(),
-                "destination_blocks": blocks,
-            }
-            ends |= {"source_rank": 0, "destination_rank": rank, "tokens": tokens}
+            ends = fetch_ends(numbered.tables(), rank, blocks, tokens)
             staged = storage, self._traffic.staging
             moves: RowMoves
             with storage.metrics.phase("bind"):

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
@@ -24,20 +23,21 @@ from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.routing.block_tables import checked_rank
 from kvatlas.routing.token_ranges import token_range
+from kvatlas.tier.any_tier import AnyTier
+from kvatlas.tier.blocks import StoreResult
 from kvatlas.tier.canonical_rows import canonical_rows
-from kvatlas.tier.converting import PLANS, Converting, kept_as_written
-from kvatlas.tier.hit import check_all_there
-from kvatlas.tier.index import StoreResult
+from kvatlas.tier.converting import kept_as_written
 from kvatlas.tier.ingest import Ingest
 from kvatlas.tier.namespaces import RowName
-from kvatlas.tier.prefix_copies import PrefixCopies
 from kvatlas.tier.request_blocks import Keys, NeededBlock, keys_by_group
+from kvatlas.tier.row_lookup import FoundRows
 from kvatlas.tier.row_storing import Puts, RowStoring
 from kvatlas.tier.store_calls import Deadline
 from kvatlas.tier.store_hit import StoreHit
-from kvatlas.tier.store_inspection import CopiedPrefix
-from kvatlas.tier.stored_rows import FoundRows, OtherRows, StoredRows, check_alike
+from kvatlas.tier.store_inspection import CopiedPrefix, copy_prefix
+from kvatlas.tier.stored_rows import OtherRows, StoredRows, check_alike
 from kvatlas.tier.stores import ObjectStore
+from kvatlas.tier.storing import Ingests
 
 _UNAVAILABLE = (Code.DEADLINE, Code.WIRE_FAILED, Code.UNREADABLE, Code.ROW_UNREADABLE)
 """Error codes of a store that cannot be reached."""
@@ -52,7 +52,7 @@ _STORE_FAILED = {
 """Error codes of a store, and the reason under which each is counted as a miss."""
 
 
-class StoreTier:
+class StoreTier(AnyTier):
     """Rows of a model in an object store. The tier owns the store and closes it.
 
     >>> import numpy as np
@@ -129,10 +129,9 @@ class StoreTier:
                 on_failure.pop_all()
             theirs.storage.metrics = self.metrics
             self._rows.append(theirs)
-        self._ingest_from = lru_cache(PLANS)(lambda source: Ingest(source, plan))
-        self._compiling = threading.Lock()
+        self._ingests = Ingests(plan)
         self._puts: set[Future[Any]] = set()
-        self._copies = PrefixCopies()
+        self._closing = False
         self._lock = threading.Lock()
 
     # -- storing ------------------------------------------------------------------------
@@ -156,23 +155,22 @@ class StoreTier:
         `no_room` if the store has no space for it, fails or times out.
         """
         with self._storage.using():
-            with self._compiling:
-                ingest = self._ingest_from(plan)
+            ingest = self._ingests.of(plan)
             rank = checked_rank(plan, rank, "source")
-            start, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))
-            start = ingest.spans.whole_blocks(start)
-            needs = ingest.spans.needs(start, stop, keys_by_group(self.plan, keys))
+            by_group = keys_by_group(self.plan, keys)
+            start, stop, needs = self._ingests.needs(plan, tokens, by_group)
             rows = {n: RowName(n.group, n.key, n.cover) for n in needs if n.key is not None}
             deadline = Deadline(self.timeout)
             refused: set[RowName] = set()
             try:
                 absent = self._not_brought(rows, ingest, rank, deadline)
                 if absent:
-                    storing = RowStoring(self._traffic, ingest, rank, absent)
-                    bound = storing.bind(blocks, (start, stop), self._storage, pools or {})
+                    about = (rank, blocks, (start, stop))
+                    into = (self._traffic, self._storage)
+                    storing = RowStoring(*into, ingest, about, absent, pools or {})
                     marking = self._traffic.mark()
                     self._keep([marking] if marking else [])
-                    puts, no_room = storing.start(bound, deadline, paced=wait)
+                    puts, no_room = storing.start(deadline, paced=wait)
                     self._keep([*puts])
                     refused = {*no_room, *(self._finish(puts, deadline) if wait else ())}
                     if wait and marking is not None:
@@ -275,7 +273,7 @@ class StoreTier:
             deadline = Deadline(self.timeout)
             rows = self._rows[-1] if other else self._own
             try:
-                return rows.kept(group, ends, deadline, whole=whole)
+                return rows.lookup.kept(group, ends, deadline, whole=whole)
             except AtlasError as problem:
                 self._missed(problem)
                 raise
@@ -292,32 +290,20 @@ class StoreTier:
             hit = rows.hit(start, found, self.timeout, self._missed)
         yield hit
 
-    def fetch(
+    def prefetch(
         self,
-        pools: Mapping[int, Any] | None,
-        plan: Plan,
+        prefix: Sequence[int],
+        to: ObjectStore,
         *,
-        rank: int = 0,
-        blocks: Any,
-        tokens: Any,
-        keys: Keys,
-        convert: Converting | None = None,
-    ) -> None:
-        """Fetch tokens into a rank's blocks. Raises an error if the store lacks some of them.
-
-        With `convert`, a layer is converted if its dtype in the tier differs from its dtype in the
-        rank's cache. If the fetch fails halfway, some blocks have been overwritten.
-        """
-        _, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))
-        with self.pin(keys, tokens) as hit:
-            check_all_there(hit.tokens, stop)
-            hit.fetch(pools, plan, rank=rank, blocks=blocks, convert=convert)
-
-    def prefetch(self, prefix: Sequence[int], to: ObjectStore, **options: Any) -> CopiedPrefix:
+        cancelled: Callable[[], bool] = lambda: False,
+        **options: Any,
+    ) -> CopiedPrefix:
         """Copy the rows of a prefix to another store: see `copy_prefix`. `close` cancels it."""
         tenant, namespace = self.namespace.prefix.split("/")[1:3]
         about = {"tenant": tenant, "namespace": namespace, **options}
-        return self._copies.copy(self._traffic.store, to, prefix, **about)
+        with self._storage.using():
+            ended = lambda: self._closing or cancelled()  # noqa: E731
+            return copy_prefix(self._traffic.store, to, prefix, cancelled=ended, **about)
 
     def drop(self, keys: Keys) -> int:
         """Remove keys from every group and return how many objects were removed."""
@@ -338,17 +324,12 @@ class StoreTier:
 
         If the store hangs, the call returns after the deadline and leaves it open.
         """
+        self._closing = True
         self.flush()
         deadline = Deadline(self.timeout)
-        ended = [*(rows.close(deadline) for rows in self._rows), self._copies.close(deadline)]
+        ended = [rows.close(deadline) for rows in self._rows]
         if all(ended):
             self._traffic.store.close()
-
-    def __enter__(self) -> StoreTier:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # -- inside -------------------------------------------------------------------------
 
@@ -368,7 +349,7 @@ class StoreTier:
         best, most = self._own, FoundRows(0, {}, "")
         try:
             for rows in among:
-                found = rows.find(start, stop, by_group, deadline)
+                found = rows.lookup.longest(start, stop, by_group, deadline)
                 if rows is self._own or found.tokens > most.tokens:
                     best, most = rows, found
                 if most.tokens >= stop:

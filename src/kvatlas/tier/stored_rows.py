@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import CacheIdentity
@@ -11,9 +11,9 @@ from kvatlas.planning import Plan
 from kvatlas.routing import fingerprint
 from kvatlas.tier.converting import Converting, TierRoutes
 from kvatlas.tier.ingest import check_tier_plan, with_room
-from kvatlas.tier.namespaces import Namespace, RowName
-from kvatlas.tier.request_blocks import NeededBlock, TierSpans
-from kvatlas.tier.row_lookup import RowLookup
+from kvatlas.tier.namespaces import Namespace
+from kvatlas.tier.request_blocks import TierSpans
+from kvatlas.tier.row_lookup import FoundRows, RowLookup
 from kvatlas.tier.row_objects import RowObjects
 from kvatlas.tier.row_traffic import RowTraffic
 from kvatlas.tier.staging_rows import StagingRows
@@ -28,14 +28,6 @@ class OtherRows(NamedTuple):
 
     plan: Plan
     convert: Converting
-
-
-class FoundRows(NamedTuple):
-    """A stored prefix of a request: its length in tokens, its rows, and why it is not longer."""
-
-    tokens: int
-    rows: Mapping[NeededBlock, RowName]
-    missing: str
 
 
 class StoredRows:
@@ -64,25 +56,8 @@ class StoredRows:
         self.traffic = RowTraffic(store, self.namespace, self.staging)
         self.storage = TierStorage(self.staging.pools, None, verify_always=False)
         self._spans = TierSpans(plan, plan)
-        self._lookup = RowLookup(self.traffic, self._spans)
+        self.lookup = RowLookup(self.traffic, self._spans)
         self._routes = TierRoutes(with_room(plan))
-
-    def find(self, start: int, stop: int, keys: Mapping[int, Any], deadline: Deadline) -> FoundRows:
-        """Find the longest stored prefix of a request's first `stop` tokens.
-
-        Rows that are needed only for tokens before `start` are not looked up.
-        """
-        return FoundRows(*self._lookup.longest(start, stop, keys, deadline))
-
-    def kept(
-        self, group: int, ends: Sequence[tuple[int, bytes]], deadline: Deadline, *, whole: bool
-    ) -> list[bool]:
-        """Return, for each (length, key) in `ends`, whether a group stores the row that ends there.
-
-        `length` is a number of leading tokens of a request, and `key` is the key of the last block
-        of these tokens. With `whole`, all objects of the row must exist.
-        """
-        return self._lookup.kept(group, ends, deadline, whole=whole)
 
     def remove(self, keys: Mapping[int, Sequence[bytes | None]]) -> int:
         """Remove the rows of keys, given by group, and return how many objects were removed.
@@ -110,8 +85,8 @@ class StoredRows:
 
     def close(self, deadline: Deadline) -> bool:
         """Wait for calls in flight and return whether all have finished in time."""
-        self.storage.close()
-        return self.traffic.calls.close(deadline)
+        idle = self.storage.close(deadline.left)
+        return self.traffic.calls.close(deadline) and idle
 
 
 def check_alike(plan: Plan, other: OtherRows) -> None:

@@ -15,8 +15,9 @@ from typing import Any
 from kvatlas.planning import Plan
 from kvatlas.routing.block_tables import checked_rank
 from kvatlas.routing.token_ranges import token_range
+from kvatlas.tier.blocks import Claim, PartSums, StoreResult, TierBlock
 from kvatlas.tier.converting import PLANS
-from kvatlas.tier.index import BlockIndex, Claim, PartSums, StoreResult, TierBlock
+from kvatlas.tier.index import BlockIndex
 from kvatlas.tier.ingest import Delivery, Ingest
 from kvatlas.tier.request_blocks import NeededBlock
 from kvatlas.tier.storage import TierStorage
@@ -82,7 +83,7 @@ class StoreDesk:
             claim = self._index.claim(needs, ingest, rank)
         else:  # other ranks store the same data
             keyed = [need for need in needs if need.key is not None]
-            whole = sum(self._index.find(need) is not None for need in keyed)
+            whole = sum(self._index.present(keyed))
             claim = Claim(rank, whole=whole, waiting=len(keyed) - whole)
         return OpenStore(ingest, start, stop, needs, claim)
 

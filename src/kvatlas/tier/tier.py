@@ -19,21 +19,20 @@ from kvatlas.copying.memory_copy import rank_pools
 from kvatlas.copying.run_bounds import Bytes
 from kvatlas.planning import Plan
 from kvatlas.routing.token_ranges import token_range
-from kvatlas.tier.converting import Converting, TierRoutes
+from kvatlas.tier.any_tier import AnyTier
+from kvatlas.tier.blocks import StoreResult
+from kvatlas.tier.converting import TierRoutes
 from kvatlas.tier.file import TierFile
-from kvatlas.tier.hit import Hit, check_all_there, tables_of
-from kvatlas.tier.index import BlockIndex, StoreResult
+from kvatlas.tier.hit import Hit
+from kvatlas.tier.index import BlockIndex
 from kvatlas.tier.ingest import check_tier_plan
-from kvatlas.tier.request_blocks import Keys, TierSpans, keys_by_group
+from kvatlas.tier.request_blocks import Keys, TierSpans, block_tables, keys_by_group
 from kvatlas.tier.storage import Carry, TierStorage
 from kvatlas.tier.storing import StoreDesk
 from kvatlas.wire import Memory
 
-_NAMES = 1 << 14
-"""Maximum number of names that `names_since` returns, so that they fit in one message."""
 
-
-class Tier:
+class Tier(AnyTier):
     """Blocks in host memory or in a file, found by keys.
 
     `Tier(plan)` stores blocks in newly allocated memory, or in `memory`, which maps each pool index
@@ -139,20 +138,8 @@ class Tier:
             brought, sums = None, None
             try:
                 if store.claim.fills:
-                    offload = None if carry else storage.offload_of_sums(plan, rank, pools)
                     about = (rank, blocks, (store.start, store.stop), store.ids)
-                    if offload is not None:
-                        with self.metrics.phase("bind"):
-                            grids, deliveries = store.ingest.grids(*about)
-                        sums = storage.carry("store", grids, offload.store)
-                    elif carry is not None:
-                        with self.metrics.phase("bind"):
-                            copies, deliveries = store.ingest.copies(*about)
-                        sums = storage.carry("store", copies, storage.carried(carry))
-                    else:
-                        runs = storage.store_runs(store.ingest, about, plan, pools or {})
-                        sums, deliveries = runs
-                    brought = deliveries
+                    sums, brought = storage.store_part(store.ingest, about, plan, pools, carry)
             finally:
                 result = self.desk.end(store, brought, sums)
             return result
@@ -167,7 +154,8 @@ class Tier:
         """
         with self._storage.using():
             start, stop = token_range(tokens, self.plan.max_len)
-            return self._index.longest(self._spans, start, stop, keys_by_group(self.plan, keys))
+            by_group = keys_by_group(self.plan, keys)
+            return self._spans.longest(start, stop, by_group, self._index.present)
 
     @contextmanager
     def pin(self, keys: Keys, tokens: Any) -> Iterator[Hit]:
@@ -179,29 +167,6 @@ class Tier:
             yield hit
         finally:
             hit.release()
-
-    def fetch(
-        self,
-        pools: Mapping[int, Any] | None,
-        plan: Plan,
-        *,
-        rank: int = 0,
-        blocks: Any,
-        tokens: Any,
-        keys: Keys,
-        carry: Carry | None = None,
-        convert: Converting | None = None,
-    ) -> None:
-        """Fetch tokens into a rank's blocks. Raises an error if the tier lacks some of them.
-
-        With `convert`, a layer is converted if its dtype in the tier differs from its dtype in the
-        rank's cache.
-        """
-        _, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))
-        with self.pin(keys, tokens) as hit:
-            check_all_there(hit.tokens, stop)
-            about: dict[str, Any] = {"rank": rank, "blocks": blocks}
-            hit.fetch(pools, plan, **about, carry=carry, convert=convert)
 
     def drop(self, keys: Keys) -> int:
         """Remove keys from every group and return how many blocks were removed.
@@ -247,14 +212,6 @@ class Tier:
         """Return the (group, key) of all complete blocks, least recently used first."""
         return self._index.names()
 
-    def names_since(self, mark: int = 0) -> tuple[list[tuple[int, bytes]], int]:
-        """Return the (group, key) of blocks completed after a mark, and the next mark.
-
-        The oldest blocks come first, and their number is limited. Repeat the call with the returned
-        mark until the mark does not change.
-        """
-        return self._index.names_since(mark, _NAMES)
-
     @property
     def evicted(self) -> int:
         """Number of complete blocks that were evicted."""
@@ -283,12 +240,6 @@ class Tier:
         """Wait for calls in flight, then close the tier. Complete blocks stay in the file."""
         self._storage.close()
 
-    def __enter__(self) -> Tier:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # -- inside -------------------------------------------------------------------------
 
     def _pinned(self, start: int, stop: int, keys: Mapping[int, Sequence[bytes | None]]) -> Hit:
@@ -296,7 +247,7 @@ class Tier:
             end, needs = stop, self._spans.needs(start, stop, keys)
             blocks = self._index.pin(needs)
             if blocks is None:  # some are missing: take the longest prefix
-                end = self._index.longest(self._spans, start, stop, keys)
+                end = self._spans.longest(start, stop, keys, self._index.present)
                 needs = self._spans.needs(start, end, keys)
                 blocks = self._index.pin(needs)
             if blocks is None:
@@ -305,7 +256,8 @@ class Tier:
                 pinned.callback(self._index.unpin, blocks)
                 damaged = self._storage.damaged(blocks)
                 if not damaged:
-                    tables = tables_of(self.plan, needs, blocks)
+                    ids = [block.block_id for block in blocks]
+                    tables = block_tables(self.plan, dict(zip(needs, ids, strict=True)))
                     let_go = pinned.pop_all().close
                     return Hit(start, end, self._storage, self._routes, tables, let_go)
             for block in damaged:

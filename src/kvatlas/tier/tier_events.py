@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from kvatlas.errors import AtlasError
 from kvatlas.planning import Group
 from kvatlas.pool import BlockEvent, BlockRemoved, BlockStored
+from kvatlas.tier.any_tier import AnyTier
 from kvatlas.tier.chained_keys import PrefixChain
-from kvatlas.tier.prefix_finder import AnyTier
 from kvatlas.tier.store_tier import StoreTier
 from kvatlas.tier.tier import Tier
 
@@ -70,20 +70,13 @@ class _NotedRequests:
     def __len__(self) -> int:
         return len(self._noted)
 
-    def add(self, noted: _Noted) -> None:
-        """Append a request to the queue."""
+    def add(self, noted: _Noted, *, first: bool = False) -> None:
+        """Add a request to the end or the front of the queue. Drop the oldest beyond the limits."""
         with self._lock:
-            self._noted.append(noted)
+            (self._noted.appendleft if first else self._noted.append)(noted)
             self._tokens += noted.chain.count
             while len(self._noted) > _NOTED or self._tokens > _NOTED_TOKENS:
                 self._tokens -= self._noted.popleft().chain.count
-
-    def put_back(self, noted: _Noted) -> None:
-        """Put a request back at the front of the queue, if there is space for it."""
-        with self._lock:
-            if len(self._noted) < _NOTED and self._tokens + noted.chain.count <= _NOTED_TOKENS:
-                self._noted.appendleft(noted)
-                self._tokens += noted.chain.count
 
     def take(self) -> _Noted | None:
         """Remove and return the oldest request, or None."""
@@ -158,7 +151,7 @@ class TierEvents:
                     try:
                         complete = self._look_for(noted, news)
                     except AtlasError:
-                        self._noted.put_back(noted)
+                        self._noted.add(noted, first=True)
                         raise
                     if not complete and noted.tries < _TRIES:
                         self._noted.add(noted._replace(tries=noted.tries + 1))

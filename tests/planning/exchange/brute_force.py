@@ -123,6 +123,8 @@ def copy(source: End, destination: End) -> list[list[int]]:
         held: Elements = {}
         for elements in source.parts(layer, field):
             held = elements | held  # the first part that has an element
+        if not held:
+            continue
         for elements in destination.parts(layer, field):
             for key in elements.keys() & held.keys():
                 ((here, at), item), ((there, to), _) = held[key], elements[key]

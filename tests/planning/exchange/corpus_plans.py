@@ -10,7 +10,15 @@ import msgspec
 
 from kvatlas.models import CacheIdentity, Model
 from kvatlas.planning import Plan, plan
-from kvatlas.specs import CrossAttention, FullAttention, LatentAttention, Ring, Spec, TensorScales
+from kvatlas.specs import (
+    CrossAttention,
+    FullAttention,
+    LatentAttention,
+    Ring,
+    SlidingAttention,
+    Spec,
+    TensorScales,
+)
 from tests.planning.models import SMALL, model_of
 from tests.planning.test_foreign_fields import LAYOUTS, Arena, allocations, described, in_segments
 
@@ -27,6 +35,11 @@ FP8 = dense("fp8", cache="fp8")
 CODES = dense("codes", cache="turboquant_4bit_nc", head_dim=16)
 RING = model_of(
     "ring", {"attn": FullAttention(heads=2, head_dim=8), "ring": Ring(group=4, rows=8, width=16)}
+)
+UNLIKE = model_of(
+    "unlike stages",
+    {"attn": SlidingAttention(heads=2, head_dim=8, window=40)},
+    {"attn": FullAttention(heads=2, head_dim=8)},
 )
 CROSS = model_of(
     "cross",
@@ -105,6 +118,8 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "cross": made(CROSS),
     **{name.replace("_", "-"): engine(name) for name in LAYOUTS},
     "sglang-hnd-segments": hnd_in_segments,
+    "stages": made(UNLIKE, pp=2),
+    "one-stage": made(UNLIKE, layout="LBNHC"),
 }
 
 SCALES = {

@@ -127,6 +127,10 @@ CHANGED: dict[str, tuple[str, Change, str]] = {
     "rows-near-2-53": (
         "dense-LBHNC-tp2", at("shards", 0, "ranks", 1, to=[[2**53 - 1, 2]]), "bad_field"
     ),
+    "axis-of-shard-in-lower-case": (
+        "dense-LBHNC-tp2", at("shards", 0, "axis", to="h"), "bad_exchange"
+    ),
+    "shard-without-ranks": ("dense-LBHNC-tp2", at("shards", 0, "ranks", to=[]), "bad_exchange"),
     "size-without-axis": ("latent", at("shards", 0, "size", to=2), "bad_field"),
     "fewer-heads": ("dense-LBNHC", at(*K, "axes", "H", to=[[3, 32]]), "bad_field"),
     "no-heads": ("dense-LBNHC", without(*K, "axes", "H"), "bad_field"),
@@ -229,6 +233,10 @@ BYTES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "minus-zero": (replaced(b'"offset":0', b'"offset":-0'), "not_canonical"),
     "key-twice": (replaced(b'"offset":0', b'"offset":0,"offset":0'), "not_canonical"),
     "key-twice-unlike": (replaced(b'"offset":0', b'"offset":64,"offset":0'), "not_canonical"),
+    "key-twice-first-wrong": (
+        replaced(b'"offset":0', b'"offset":"x","offset":0'), "not_canonical"
+    ),
+    "key-twice-last-wrong": (replaced(b'"offset":0', b'"offset":0,"offset":"x"'), "bad_exchange"),
     "keys-unsorted": (
         lambda text: b'{"version":1,' + text.replace(b',"version":1}', b"}")[1:], "not_canonical"
     ),
@@ -279,12 +287,22 @@ def hostile_cases(folder: Path) -> dict[str, Hostile]:
         ]
         files = {file: text, own: canonical(tables)}
         cases[f"hostile/{name}"] = Hostile(files, {"copy": ends}, code)
-    right = {"document": "dense-LBNHC.json", "tables": "dense-LBNHC.tables.json"}
+    # The first rank of two stages has layers of group 0 alone.
+    for name, dropped in (("copy-no-source-table", 0), ("copy-no-destination-table", 1)):
+        ends, files = [], {}
+        for place, end in enumerate(("stages", "one-stage")):
+            file = f"hostile/{name}-{place}.json"
+            value = json.loads((folder / f"{end}.tables.json").read_bytes())
+            value["tables"] = [one for one in value["tables"] if one["group"] or place != dropped]
+            files[file] = canonical(value)
+            ends.append({"document": f"{end}.json", "rank": 0, "tables": file})
+        cases[f"hostile/{name}"] = Hostile(files, {"copy": ends}, "missing_blocks")
+    dense = {"document": "dense-LBNHC.json", "tables": "dense-LBNHC.tables.json"}
     asked = {"rank": 0, "layer": "layers.0.attn", "field": "k", "rows": None}
     for name, wrong, code in (
         ("rank", {"rank": 1}, "bad_rank"),
         ("layer", {"layer": "layers.9.attn"}, "unknown_layer"),
         ("field", {"field": "q"}, "unknown_field"),
     ):
-        cases[f"hostile/no-such-{name}"] = Hostile({}, {**right, **asked, **wrong}, code)
+        cases[f"hostile/no-such-{name}"] = Hostile({}, {**dense, **asked, **wrong}, code)
     return cases

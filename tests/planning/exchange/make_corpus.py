@@ -123,6 +123,17 @@ def copy_cases(documents: dict[str, Json], rng: random.Random) -> Json:
     return cases
 
 
+def stage_case(folder: Path) -> Json:
+    """A copy from a rank that holds layers of one group: other groups need no tables."""
+    ends = []
+    for name in ("stages", "one-stage"):
+        value = json.loads((folder / f"{name}.tables.json").read_bytes())
+        value["tables"] = [table for table in value["tables"] if table["group"] == 0]
+        (folder / f"{name}.group.tables.json").write_bytes(canonical(value))
+        ends.append({"document": f"{name}.json", "tables": f"{name}.group.tables.json", "rank": 0})
+    return {"copy/stages/without-tables-of-others": {"copy": ends}}
+
+
 def content(document: Json) -> Any:
     """What two documents have in common between which a copy is possible."""
     found = set()
@@ -169,7 +180,7 @@ def write(folder: Path) -> None:
         cases[name] = {"document": f"{name}.json", "tables": f"{name}.tables.json"}
         expected[name] = {"digest": digest}
         cases |= field_cases(name, document, rng)
-    cases |= copy_cases(documents, rng)
+    cases |= copy_cases(documents, rng) | stage_case(folder)
     for name, case in cases.items():
         if name not in expected:
             stops = end_tokens(folder, case)

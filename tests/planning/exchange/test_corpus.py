@@ -102,6 +102,7 @@ def test_copies_are_those_of_routes() -> None:
     assert compared > len(COPIES) // 2, compared
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_brute_force() -> None:
     for name, case in CASES.items():
         if "runs" in EXPECTED[name]:
@@ -140,6 +141,7 @@ def test_the_reader_in_javascript_agrees_byte_for_byte() -> None:
     assert done.stdout.rstrip() == make_corpus.canonical(EXPECTED)
 
 
+@pytest.mark.slow
 def test_readers_agree_on_documents_with_random_changes(tmp_path: Path) -> None:
     """What kvatlas refuses, the reader in JavaScript refuses with the same code."""
     found: dict[str, str | None] = {}

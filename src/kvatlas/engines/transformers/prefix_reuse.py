@@ -20,8 +20,8 @@ from kvatlas.engines.transformers.tiered_prefixes import TieredPrefixes, tiered_
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import CacheIdentity
 from kvatlas.pool import PrefixIdentity
+from kvatlas.tier.any_tier import AnyTier
 from kvatlas.tier.chained_keys import PrefixChain
-from kvatlas.tier.prefix_finder import AnyTier
 from kvatlas.tier.tier_events import EventListener
 
 _ROUNDING = 0.05

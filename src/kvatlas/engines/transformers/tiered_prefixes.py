@@ -21,8 +21,9 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.models import CacheIdentity
 from kvatlas.pool import Checkpoints, PrefixIdentity
 from kvatlas.tier import PrefixFinder, StoreTier, TierEvents, open_tier
+from kvatlas.tier.any_tier import AnyTier
 from kvatlas.tier.chained_keys import PrefixChain
-from kvatlas.tier.prefix_finder import AnyTier, StoredPrefix
+from kvatlas.tier.prefix_finder import StoredPrefix
 from kvatlas.tier.stored_positions import default_policy, stored_positions
 from kvatlas.tier.tier_events import EventListener
 

@@ -37,6 +37,8 @@ CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 """The variable with the size of the cache of an engine on a CPU, in GiB."""
 CPU_BACKEND = "CPU_ATTN"
 """The attention backend that vLLM uses on a CPU."""
+_CPU_BLOCK = 128
+"""The default block size on a CPU, in tokens."""
 _VARIABLE = re.compile(r"([A-Z][A-Z0-9_]*)=(.*)", re.DOTALL)
 _MEMORY = "1TiB"
 """Default memory per rank; the number of blocks does not matter for a diagnosis."""
@@ -140,7 +142,7 @@ class EngineArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             dcp=self.decode_context_parallel_size,
             layout=self.kv_cache_layout,
             backend=self.attention_backend or (CPU_BACKEND if on_cpu else None),
-            block_size=self.block_size,
+            block_size=self.block_size or (_CPU_BLOCK if on_cpu else None),
             kv_dtype=None if self.kv_cache_dtype == "auto" else self.kv_cache_dtype,
             policy="uniform" if self.disable_hybrid_kv_cache_manager else "vllm",
             max_len=None if self.max_model_len is None else length(self.max_model_len),

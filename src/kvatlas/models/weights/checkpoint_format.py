@@ -15,7 +15,9 @@ from kvatlas.geometry import DType
 from kvatlas.models.config import Config
 from kvatlas.models.sources import CheckpointSize, Source, checkpoint_size
 from kvatlas.models.weights.formats import (
+    FP8,
     GGUF_BLOCKS,
+    INT8,
     UNQUANTISED,
     Format,
     format_in_name,
@@ -32,6 +34,9 @@ Origin = Literal["config", "weights_dtype", "assumed", "estimate"]
 `assumed` means that the config has no dtype. `estimate` means that the format was derived from
 the checkpoint's name, or that its quantisation is unknown.
 """
+
+
+_OF_DTYPES = {"e4m3": FP8, "e5m2": FP8, "int8": INT8, "uint8": INT8}
 
 
 class CheckpointFormat(NamedTuple):
@@ -79,6 +84,17 @@ def checkpoint_format(
         warnings.append(f"the checkpoint is stored in {DType.of(dtype).name}: counted as {served}")
         total = None
     name = source.name or root.text("_name_or_path") or ""
+    stored = DType.of(dtype).bits if dtype and dtype != "auto" else 16
+    if scheme is None and total is None and stored < 16:
+        format_ = _OF_DTYPES.get(DType.of(dtype).name)
+        warnings.append(
+            f"the config has the dtype {dtype}, and does not describe a quantisation: assuming "
+            f"{format_.label if format_ else '16 bits'} for all matrices of the layers"
+        )
+        found = (
+            _selected(format_, element) if format_ else CheckpointFormat(element, None, "config")
+        )
+        return found._replace(origin="estimate")
     named = format_in_name(name) if scheme is None and total is None else ""
     if named:
         found = _selected(named_format(named), element)

@@ -9,7 +9,8 @@ from kvatlas.models.weights.tensor import Tensor, linear, norm
 
 def vocabulary(text: Text) -> tuple[list[Tensor], list[Tensor]]:
     """Return a list with the embedding, and a list with lm_head."""
-    rows, width = text.config.count("vocab_size"), embedding_width(text)
+    rows = text.config.count("padded_vocab_size", "vocab_size")  # the first is ChatGLM's
+    width = embedding_width(text)
     embedding = [Tensor("embedding", "embed_tokens", rows, width, parts=rows)]
     return embedding, [Tensor("lm_head", "lm_head", rows, width, parts=rows, linear=True)]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning.engine_rules import vllm_0_31, vllm_0_32, vllm_0_33
-from kvatlas.planning.engine_rules.chips import CHIPS, checked_chip, chip_of
+from kvatlas.planning.engine_rules.chips import CHIPS, RECORDED, checked_chip, chip_of
 from kvatlas.planning.engine_rules.rule_types import (
     BackendChoice,
     EngineRules,
@@ -18,6 +18,7 @@ from kvatlas.planning.engine_rules.rule_types import (
 __all__ = [
     "CHIPS",
     "NEWEST",
+    "RECORDED",
     "RELEASES",
     "BackendChoice",
     "EngineRules",

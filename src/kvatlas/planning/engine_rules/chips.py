@@ -12,6 +12,9 @@ CONSUMER_BLACKWELL = ("sm120", "sm121")
 CHIPS = (*AMPERE, *HOPPER, *BLACKWELL, *CONSUMER_BLACKWELL)
 """CUDA compute capabilities for which the tables have rules."""
 
+RECORDED = (*AMPERE, *HOPPER, *BLACKWELL)
+"""Chips whose rules were compared with plans that vLLM made for a chip of the same generation."""
+
 _BY_GPU = {
     "A100-40GB": "sm80",
     "A100-80GB": "sm80",

@@ -99,8 +99,12 @@ class Eviction:
                 # Process a long segment in pieces, because it may be needed only in part.
                 head = segment[: max(blocks, 64)]
                 queued = self._place[head] == serial
-                held = queued & pinned[head]
-                chosen = (queued ^ held).nonzero()[0]
+                held = pinned[head]
+                passes = np.count_nonzero(held)
+                if passes:
+                    held &= queued
+                    queued ^= held
+                chosen = queued.nonzero()[0]
                 freed = self.size(head[chosen]).cumsum() if self.size else None
                 enough = blocks if freed is None else int(freed.searchsorted(blocks)) + 1
                 chosen = chosen[:enough]
@@ -110,7 +114,7 @@ class Eviction:
                     found.append(head[chosen])
                     self._leave(found[-1])
                     self._last_rank = rank
-                if np.count_nonzero(held):
+                if passes:
                     passed.append(head[:stop][held[:stop]])
                 segment = segment[stop:]
             # The remaining entries keep their order and their rank.

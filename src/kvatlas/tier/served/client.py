@@ -22,13 +22,14 @@ from kvatlas.geometry.integers import duration
 from kvatlas.planning import Plan
 from kvatlas.routing.block_tables import checked_rank
 from kvatlas.routing.token_ranges import token_range
-from kvatlas.tier.converting import PLANS, Converting, TierRoutes
-from kvatlas.tier.hit import Hit, check_all_there
-from kvatlas.tier.index import PartSums, StoreResult
+from kvatlas.tier.any_tier import AnyTier
+from kvatlas.tier.blocks import PartSums, StoreResult
+from kvatlas.tier.converting import PLANS, TierRoutes
+from kvatlas.tier.hit import Hit
 from kvatlas.tier.request_blocks import Keys, NeededBlock, keys_by_group
 from kvatlas.tier.served import messages as m
 from kvatlas.tier.served.attachment import Attachment, no_server
-from kvatlas.tier.storage import Carry, TierStorage
+from kvatlas.tier.storage import Carry, TierStorage, closed_error
 from kvatlas.tier.storing import Ingests
 from kvatlas.wire import Metrics
 from kvatlas.wire.protocol import SendPlan, bad_handshake, by_group, pack_tables, unpack_tables
@@ -45,7 +46,7 @@ _GONE = (
 Kind = TypeVar("Kind")
 
 
-class TierClient:
+class TierClient(AnyTier):
     """A tier that another process of the same host and user serves at a path.
 
     A client is thread-safe. Its pins and unfinished stores are released when it is closed or its
@@ -106,11 +107,7 @@ class TierClient:
             if ids:
                 with storage.using():
                     about = (rank, blocks, (start, stop), ids)
-                    if carry is not None:
-                        copies, _ = ingest.copies(*about)
-                        sums = storage.carry("store", copies, storage.carried(carry))
-                    else:
-                        sums, _ = storage.store_runs(ingest, about, plan, pools or {})
+                    sums, _ = storage.store_part(ingest, about, plan, pools, carry)
             brought = True
         finally:
             parts = tuple(m.SummedPart(*place, *part) for place, part in sums.items())
@@ -194,25 +191,6 @@ class TierClient:
         finally:
             hit.release()
 
-    def fetch(
-        self,
-        pools: Mapping[int, Any] | None,
-        plan: Plan,
-        *,
-        rank: int = 0,
-        blocks: Any,
-        tokens: Any,
-        keys: Keys,
-        carry: Carry | None = None,
-        convert: Converting | None = None,
-    ) -> None:
-        """Fetch tokens into a rank's blocks, like `Tier.fetch`."""
-        _, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))
-        with self.pin(keys, tokens) as hit:
-            check_all_there(hit.tokens, stop)
-            about: dict[str, Any] = {"rank": rank, "blocks": blocks}
-            hit.fetch(pools, plan, **about, carry=carry, convert=convert)
-
     def _hit(self, at: Attachment, answer: Any) -> Hit:
         pinned = _expected(answer, m.KeysPinned)
         tables = unpack_tables(pinned.tables)
@@ -230,16 +208,6 @@ class TierClient:
         """Remove keys from every group and return how many blocks were removed."""
         rows = keys_by_group(self.plan, keys)
         return int(_expected(self.find_server().ask(m.DropKeys, keys=rows), m.KeysDropped).blocks)
-
-    def names_since(self, mark: int = 0) -> tuple[list[tuple[int, bytes]], int]:
-        """Return the (group, key) of blocks completed after `mark`, like `Tier.names_since`.
-
-        Also returns the next mark. If no process serves the tier, there are no names.
-        """
-        with self._gone_is_a_miss("names"):
-            listed = _expected(self.find_server().ask(m.ListNames, mark=mark), m.NamesListed)
-            return list(listed.names), listed.mark
-        return [], mark
 
     def has(self, key: bytes, group: int = 0) -> bool:
         """Return whether a group has a complete block with this key."""
@@ -294,12 +262,6 @@ class TierClient:
                 at.close()
             self._on_close()
 
-    def __enter__(self) -> TierClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # -- the server ---------------------------------------------------------------------
 
     def find_server(self) -> Attachment:
@@ -326,12 +288,7 @@ class TierClient:
 
     def _attached_anew(self) -> Attachment:
         if self.closed:
-            raise AtlasError(
-                Code.UNREADABLE,
-                "The tier is closed",
-                got="a call after close()",
-                hint="Open the tier again",
-            )
+            raise closed_error()
         if self._attachment is not None and self._attachment.usable:
             return self._attachment
         if time.monotonic() < self._next_attempt:

@@ -15,7 +15,7 @@ from msgspec import Meta
 from kvatlas.tier.request_blocks import LONGEST_KEY
 from kvatlas.wire.protocol import BlockTables, Key, Message, Ok, Refusal, SendPlan
 
-VERSION = 1
+VERSION = 2
 """Protocol version. Both ends must use the same one: they share a host."""
 
 _MAX_TOKENS = 1 << 40
@@ -25,7 +25,6 @@ _MAX_PLAN = 4 << 20
 MOST_NAMES = 4096
 """Maximum number of names in one request."""
 Count = Annotated[int, Meta(ge=0, le=1 << 40)]
-Mark = Annotated[int, Meta(ge=0, le=1 << 62)]
 Token = Annotated[int, Meta(ge=0, le=_MAX_TOKENS)]
 Number = Annotated[int, Meta(ge=0, le=65535)]
 PlanHash = Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -178,25 +177,6 @@ class KeysDropped(Message, frozen=True, kw_only=True, tag="keys_dropped"):
     blocks: Count
 
 
-class ListNames(SessionQuestion, frozen=True, kw_only=True, tag="list_names"):
-    """Ask for the (group, key) of each block that was completed after a mark.
-
-    A mark is a point in the order of completion, from the reply to an earlier `ListNames`.
-    """
-
-    mark: Mark
-
-
-class NamesListed(Message, frozen=True, kw_only=True, tag="names_listed"):
-    """Reply to `ListNames`: (group, key) of blocks completed after the mark, and the next mark.
-
-    Blocks are in the order of completion. If there are too many, the last ones are left out.
-    """
-
-    names: Annotated[tuple[BlockName, ...], Meta(max_length=1 << 16)]
-    mark: Mark
-
-
 class FindNames(SessionQuestion, frozen=True, kw_only=True, tag="find_names"):
     """Ask which of the given (group, key) pairs have a complete block in the tier."""
 
@@ -216,14 +196,14 @@ class NamesFound(Message, frozen=True, kw_only=True, tag="names_found"):
 
 TierQuestion = (
     Attach | MatchKeys | PinKeys | JoinPin | Unpin | LearnPlan | BeginStore | EndStore
-    | DropKeys | ListNames | FindNames
+    | DropKeys | FindNames
 )  # fmt: skip
 TierAnswer = (
     Attached | KeysMatched | KeysPinned | SendPlan | StoreBegun | StoreEnded | KeysDropped
-    | NamesListed | NamesFound | Ok | Refusal
+    | NamesFound | Ok | Refusal
 )  # fmt: skip
 
-REPEATABLE = (MatchKeys, LearnPlan, ListNames, FindNames)
+REPEATABLE = (MatchKeys, LearnPlan, FindNames)
 """Idempotent requests, which may be repeated."""
 
 # msgspec crashes if two threads decode a type for the first time, so it is prepared here.

@@ -350,10 +350,6 @@ class TierServer:
     def _drop(self, question: m.DropKeys, _: _ClientSession) -> Message:
         return m.KeysDropped(blocks=self._tier.drop(question.keys))
 
-    def _list(self, question: m.ListNames, _: _ClientSession) -> Message:
-        names, mark = self._tier.names_since(question.mark)
-        return m.NamesListed(names=tuple(names), mark=mark)
-
     def _find(self, question: m.FindNames, _: _ClientSession) -> Message:
         whole = tuple(self._tier.has(key, group) for group, key in question.names)
         return m.NamesFound(whole=whole, blocks=len(self._tier), evicted=self._tier.evicted)
@@ -368,7 +364,6 @@ _ANSWERS: dict[type, Any] = {
     m.BeginStore: TierServer._begin,
     m.EndStore: TierServer._end,
     m.DropKeys: TierServer._drop,
-    m.ListNames: TierServer._list,
     m.FindNames: TierServer._find,
 }
 

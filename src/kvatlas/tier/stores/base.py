@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
+import numpy as np
+
 from kvatlas.copying.run_bounds import Bytes
 
 ABSENT = -1
@@ -39,6 +41,18 @@ def scatter(content: Bytes, parts: Parts) -> None:
     for part in parts:
         part[:] = content[at : at + part.nbytes]
         at += part.nbytes
+
+
+def read_into(parts: Parts, content: Bytes | None) -> int:
+    """Return the size of an object with this content, or `ABSENT` for None.
+
+    If the object has the size of the parts, its bytes are copied to them.
+    """
+    if content is None:
+        return ABSENT
+    if content.nbytes == joined_size(parts):
+        scatter(content, parts)
+    return content.nbytes
 
 
 def fill(content: Bytes, wanted: Sequence[tuple[int, Bytes]]) -> int:
@@ -93,12 +107,17 @@ class ObjectStore(ABC):
         undefined.
         """
 
-    @abstractmethod
     def ranges(self, name: str, wanted: Sequence[tuple[int, Bytes]]) -> int:
         """Read parts of an object, each given by its offset and the memory to fill.
 
-        Returns the number of bytes read, or `ABSENT`.
+        Returns the number of bytes read, or `ABSENT`. Unless a store overrides this method, the
+        whole object is read, and nothing is filled if it is damaged.
         """
+        size = self.size(name)
+        whole = np.empty(max(size, 0), np.uint8)
+        if size == ABSENT or (found := self.get([(name, [whole])])[0]) == ABSENT:
+            return ABSENT
+        return fill(whole, wanted) if found == size else 0
 
     @abstractmethod
     def exists(self, names: Sequence[str]) -> list[bool]:

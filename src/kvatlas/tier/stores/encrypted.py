@@ -24,9 +24,9 @@ from kvatlas.tier.stores.base import (
     ObjectStore,
     Parts,
     StoreRoom,
-    fill,
     joined_size,
     scatter,
+    tenant_of,
 )
 from kvatlas.tier.stores.key_folder import KEY, KeyFolder
 
@@ -73,20 +73,6 @@ class EncryptedStore(ObjectStore):
             else:
                 sizes.append(ABSENT if size == ABSENT else _damaged_size(size, raw.nbytes))
         return sizes
-
-    def ranges(self, name: str, wanted: Sequence[tuple[int, Bytes]]) -> int:
-        """Read parts of an object and return the number of bytes read, or `ABSENT`.
-
-        The whole object is read, because its tag covers all of it. If it is damaged, return 0.
-        """
-        size = self.store.size(name)
-        if size == ABSENT:
-            return ABSENT
-        raw = np.empty(size, np.uint8)
-        if self.store.get([(name, [raw])]) != [raw.nbytes]:
-            return ABSENT
-        plain = self._decrypted(name, raw)
-        return 0 if plain is None else fill(plain, wanted)
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Return for each name whether the object exists and its tenant has a key."""
@@ -148,8 +134,7 @@ class EncryptedStore(ObjectStore):
 
 def _tenant(name: str) -> str:
     """Return the tenant's digest in the name of an object; empty if it has none."""
-    words = name.split("/", 2)
-    return words[1] if len(words) > 2 else ""
+    return tenant_of(name).rpartition("/")[2]
 
 
 def _damaged_size(size: int, expected: int) -> int:

@@ -212,6 +212,15 @@ def opened(path: Path) -> Iterator[int | None]:
         os.close(found)
 
 
+def sync_folder(path: Path) -> None:
+    """Flush a folder to disk, so that the names of new files survive a power failure."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
 def network_file_system(path: Path) -> str:
     """Return the kind of network file system that a path is on, or "" if it is a local one."""
     where, kind, longest = path.resolve(), "", -1

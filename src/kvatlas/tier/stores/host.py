@@ -15,10 +15,9 @@ from kvatlas.tier.stores.base import (
     ObjectStore,
     Parts,
     StoreRoom,
-    fill,
     joined_size,
     key_of,
-    scatter,
+    read_into,
     tenant_of,
 )
 
@@ -96,18 +95,7 @@ class HostStore(ObjectStore):
 
     def get(self, objects: Sequence[tuple[str, Parts]]) -> list[int]:
         """Read whole objects. Return the size of each in bytes, or `ABSENT`."""
-        sizes = []
-        for name, parts in objects:
-            found = self._find(name)
-            sizes.append(ABSENT if found is None else found.nbytes)
-            if found is not None and found.nbytes == joined_size(parts):
-                scatter(found, parts)
-        return sizes
-
-    def ranges(self, name: str, wanted: Sequence[tuple[int, Bytes]]) -> int:
-        """Read parts of an object and return the number of bytes read, or `ABSENT`."""
-        found = self._find(name)
-        return ABSENT if found is None else fill(found, wanted)
+        return [read_into(parts, self._find(name)) for name, parts in objects]
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Return for each name whether the object exists."""

@@ -7,6 +7,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.tier.stores.folder_files import sync_folder
 
 KEY = 32
 """Bytes of a key."""
@@ -49,7 +50,7 @@ class KeyFolder:
                 os.link(new, path)  # unlike a rename, it never replaces a key
             finally:
                 new.unlink(missing_ok=True)
-            _sync_folder(self.path)
+            sync_folder(self.path)
         except OSError as fault:
             problem, hint = (
                 "The key of the tenant cannot be written",
@@ -87,15 +88,6 @@ class KeyFolder:
             hint = f"Use a key of {KEY} bytes, such as KeyFolder.create makes"
             raise _unreadable(f"{path} of {size}", hint)
         return found
-
-
-def _sync_folder(path: Path) -> None:
-    """Write the entries of a folder to disk."""
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _unreadable(got: str, hint: str) -> AtlasError:

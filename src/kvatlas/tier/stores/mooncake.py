@@ -193,10 +193,6 @@ class MooncakeStore(ObjectStore):
         answer = self._client.get_size(name)
         return int(answer) if self._answer("size", answer, _ABSENT) else ABSENT
 
-    def sweep(self) -> int:
-        """Do nothing: the master removes unfinished objects itself."""
-        return 0
-
     def capacity(self) -> StoreRoom:
         """Return the used and total bytes and the number of objects of the store."""
         figures = {}

@@ -21,7 +21,7 @@ from kvatlas.errors import AtlasError, Code, MissingExtraError
 from kvatlas.geometry.integers import duration
 from kvatlas.tier.addresses import without_secrets
 from kvatlas.tier.store_calls import Deadline, StoreCalls
-from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom, joined_size
+from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom, joined_size, read_into
 
 T = TypeVar("T")
 REQUESTS = 16
@@ -99,12 +99,7 @@ class BucketStore(ObjectStore):
             content = np.frombuffer(found.bytes(), np.uint8)
         except (self._obstore.exceptions.NotFoundError, FileNotFoundError):
             return ABSENT
-        at = 0
-        for part in parts:
-            some = content[at : at + part.nbytes]
-            part[: some.nbytes] = some
-            at += part.nbytes
-        return content.nbytes
+        return read_into(parts, content)
 
     def ranges(self, name: str, wanted: Sequence[tuple[int, Bytes]]) -> int:
         """Read parts of an object and return the number of bytes read, or `ABSENT`."""

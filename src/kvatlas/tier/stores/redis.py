@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code, MissingExtraError
 from kvatlas.geometry.integers import duration
 from kvatlas.tier.addresses import without_secrets
@@ -23,10 +22,8 @@ from kvatlas.tier.stores.base import (
     ObjectStore,
     Parts,
     StoreRoom,
-    fill,
-    joined_size,
     key_of,
-    scatter,
+    read_into,
 )
 
 SCHEMES = ("redis", "rediss", "valkey", "valkeys")
@@ -84,20 +81,9 @@ class RedisStore(ObjectStore):
     def get(self, objects: Sequence[tuple[str, Parts]]) -> list[int]:
         """Read whole objects. Return the size of each in bytes, or `ABSENT`."""
         answers = self._hashes("hget", [name for name, _ in objects])
-        sizes = []
-        for (_, parts), answer in zip(objects, answers, strict=True):
-            sizes.append(ABSENT if answer is None else len(answer))
-            if answer is not None and len(answer) == joined_size(parts):
-                scatter(np.frombuffer(answer, np.uint8), parts)
-        return sizes
-
-    def ranges(self, name: str, wanted: Sequence[tuple[int, Bytes]]) -> int:
-        """Read parts of an object and return the number of bytes read, or `ABSENT`.
-
-        Redis has no command for a part of a field, so the whole object is transferred.
-        """
-        [answer] = self._hashes("hget", [name])
-        return ABSENT if answer is None else fill(np.frombuffer(answer, np.uint8), wanted)
+        found = [None if one is None else np.frombuffer(one, np.uint8) for one in answers]
+        pairs = zip(objects, found, strict=True)
+        return [read_into(parts, content) for (_, parts), content in pairs]
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Return for each name whether the object exists."""
