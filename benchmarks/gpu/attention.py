@@ -174,6 +174,50 @@ def latent(
     return Case([call], sequences * length * each, right)
 
 
+def sparse(batch: tuple[int, int], order: str, choice: dict[str, Any]) -> Case:
+    """DeepSeek-V3.2: 128 heads over 2,048 records that are selected anew in each of three sets."""
+    (sequences, length), heads, most = batch, 128, 2048
+    length = 2 * most if small() else length
+    spec, block = LatentAttention(cache="fp8_ds_mla"), 64
+    blocks = sequences * -(-length // block) + 3
+    layer = layers_of(spec, order, block=block, blocks=blocks, slots=2)[1]
+    for start in range(0, blocks, 1 << 12):
+        for name in ("latent", "rope", "latent_scale"):
+            part = layer.field(name)[start : start + (1 << 12)]
+            rows = torch.randn(part.shape, device=DEVICE)
+            part.copy_(0.5 + torch.rand_like(rows) if name == "latent_scale" else rows)
+    q = torch.randn(sequences, heads, 576, dtype=BF16, device=DEVICE)
+    tables = _tables(sequences, length, block, blocks, 5)
+    lengths = torch.full((sequences,), length, dtype=torch.int32, device=DEVICE)
+    ones, out = torch.ones_like(lengths), q.new_empty(sequences, heads, 512)
+    sets = [
+        torch.stack([torch.randperm(length, device=DEVICE)[:most] for _ in range(sequences)]).int()
+        for _ in range(3)
+    ]
+
+    def call(indices: torch.Tensor) -> torch.Tensor:
+        return attend_latent(
+            layer, q, tables=tables, lengths=lengths, queries=ones, scale=576**-0.5, out=out,
+            max_queries=1, indices=indices, **choice,
+        )  # fmt: skip
+
+    def right() -> bool:
+        last = torch.tensor([most], device=DEVICE)
+        for indices in sets:
+            out.fill_(float("nan"))
+            call(indices)
+            for i in range(sequences):
+                value, rope = read_latent(layer, _slots(tables[i], indices[i].long(), block))
+                k, v = torch.cat((value, rope), -1)[:, None], value[:, None]
+                wanted = exact.attention(q[i : i + 1], k, v, 576**-0.5, last)
+                if not exact.close(out[i : i + 1], wanted, exact.tolerance(spec.cache, DEVICE)):
+                    return False
+        return True
+
+    work = sequences * most * 2 * heads * (576 + 512)
+    return Case([partial(call, indices) for indices in sets], work, right)
+
+
 def prefill(
     spec: FullAttention, order: str, block: int, batch: tuple[int, int], choice: dict[str, Any]
 ) -> Case:
@@ -286,6 +330,13 @@ def cells() -> list[Cell]:
             (128, "fp8", "GB/s", "dense", None),
             (16, "auto", "GB/s", "dense", 0.8),
         )
+    ]  # fmt: skip
+    table += [
+        Cell(
+            "sparse MLA 64 x 2048 of 65536, 128 heads, records", f"{order}, block 64",
+            partial(sparse, (64, 65536), order), unit="TFLOP/s", ceiling="", bar=400.0,
+        )
+        for order in ORDERS
     ]  # fmt: skip
     table += [
         Cell(

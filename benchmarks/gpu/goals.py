@@ -39,6 +39,7 @@ class Goal(NamedTuple):
 GOALS = (
     Goal("MLA, 128 heads, bf16, every order", (f"{_MLA}, 128 heads, auto, operations",)),
     Goal("MLA, 128 heads, fp8 latents", (f"{_MLA}, 128 heads, fp8, TFLOP/s",)),
+    Goal("sparse MLA, every order", ("sparse MLA 64 x 2048 of 65536, 128 heads, records",)),
     Goal("MLA, 16 heads", (f"{_MLA}, 16 heads, auto, GB/s",)),
     Goal("decode, nvfp4", ("decode 64 x 8192, nvfp4",)),
     Goal("decode, turboquant 4 bit", ("decode 64 x 8192, turboquant_4bit_nc",)),

@@ -50,6 +50,11 @@ class SideBySide(Cache):
         _UPDATED.set((self, layer_idx))
         return tuple(map(torch.cat, zip(*pairs, strict=True)))
 
+    def update_indexer(self, indexer_key_states: Any, layer_idx: int) -> torch.Tensor:
+        return torch.cat(
+            self.ask(lambda m, keys: m.update_indexer(keys, layer_idx), indexer_key_states)
+        )
+
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         (sizes,) = set(self.ask(lambda m: m.get_mask_sizes(query_length, layer_idx)))
         _EXPECTED.set((self, query_length, layer_idx))
@@ -120,7 +125,13 @@ def _rows_from(function: Callable[..., torch.Tensor], first: int) -> Callable[..
 
 
 def _attention(
-    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **more: Any
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    indices: Any = None,
+    **more: Any,
 ) -> tuple[torch.Tensor, None]:
     updated = _UPDATED.get()
     assert updated is not None
@@ -128,9 +139,10 @@ def _attention(
     assert index == module.layer_idx
     parts = zip(*map(cache.split, (query, key, value, attention_mask)), strict=True)
     answers = []
-    for member, (q, k, v, mask) in zip(cache.members, parts, strict=True):
+    chosen = [None] * len(cache.members) if indices is None else cache.split(indices)
+    for member, own, (q, k, v, mask) in zip(cache.members, chosen, parts, strict=True):
         WRITTEN.set((index, member.layers[index]))
-        answers.append(page_attention(module, q, k, v, mask, **more)[0])
+        answers.append(page_attention(module, q, k, v, mask, indices=own, **more)[0])
     return torch.cat(answers), None
 
 

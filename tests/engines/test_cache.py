@@ -18,6 +18,7 @@ from kvatlas.planning import plan
 from kvatlas.specs import GatedDeltaNet, KimiDelta, Mamba2
 from tests.engines.guarded import LONGEST, Guarded
 from tests.engines.zoo import (
+    LATENTS_OF_V32,
     NEW,
     OTHERS,
     PROMPTS,
@@ -375,7 +376,7 @@ def test_a_mask_that_the_plan_does_not_know_is_refused(pages: Guarded) -> None:
 
 
 def test_the_zoo_is_whole() -> None:
-    assert len(ZOO) == 18
+    assert len(ZOO) == 18 + LATENTS_OF_V32
     assert not set(ZOO) & set(OTHERS)
 
 

@@ -14,7 +14,17 @@ from kvatlas.pool import NO_BLOCK
 from tests.engines.guarded import Guarded
 from tests.engines.side_by_side import NAME as SIDE_BY_SIDE
 from tests.engines.side_by_side import SideBySide
-from tests.engines.zoo import NEW, PROMPTS, ZOO, behind, generate, model_of, own_tokens, prompts
+from tests.engines.zoo import (
+    LATENTS_OF_V32,
+    NEW,
+    PROMPTS,
+    ZOO,
+    behind,
+    generate,
+    model_of,
+    own_tokens,
+    prompts,
+)
 from tests.profiles import DEEP
 
 ORDERS = [layout.order for layout in ENGINE_LAYOUTS]
@@ -113,6 +123,44 @@ def test_tokens_from_generate_itself(name: str, attention: str, pages: Guarded) 
     if attention == "kvatlas" and ZOO[name].attention:
         longest = max(PROMPTS)
         assert cache.lengths == [cache.seen - longest + length for length in PROMPTS]
+
+
+needs_latents = pytest.mark.skipif(
+    not LATENTS_OF_V32, reason="this transformers caches no latents of DeepSeek-V3.2"
+)
+
+
+@needs_latents
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "kvatlas"])
+def test_tokens_that_an_indexer_selects(attention: str, pages: Guarded) -> None:
+    name = "DeepseekV32"
+    own, model = own_tokens(name), model_of(name)
+    model.set_attn_implementation(attention)
+    cache = pages.cache(name, layout="BLNHC")
+    assert all(layer.indexed for layer in cache.layers)
+    assert torch.equal(generate(name, cache), own)
+    cache.reset()
+    for layer in model.model.layers:
+        layer.self_attn.indexer.index_topk = 1 << 20
+    try:
+        assert not torch.equal(generate(name, cache), own)
+    finally:
+        for layer in model.model.layers:
+            layer.self_attn.indexer.index_topk = model.config.index_topk
+
+
+@needs_latents
+@pytest.mark.parametrize("layout", ORDERS)
+def test_selected_records_give_the_tokens_of_their_rows(layout: str, pages: Guarded) -> None:
+    """Read from pages of fp8 records, and by transformers' attention over gathered rows."""
+    name, tokens = "DeepseekV32 of records", []
+    for attention in ("eager", "kvatlas"):
+        model_of(name).set_attn_implementation(attention)
+        cache = pages.cache(name, layout=layout, kv_dtype="fp8")
+        spec = cache.layers[0].pages.spec
+        assert spec.cache == "fp8_ds_mla"
+        tokens.append(generate(name, cache, max_new_tokens=SOME))
+    assert torch.equal(*tokens)
 
 
 @pytest.mark.parametrize("name", by_turns(ZOO, 2))

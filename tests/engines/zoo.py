@@ -145,6 +145,29 @@ ZOO: dict[str, Tiny] = {
             "moe_intermediate_size": 16,
         },
     ),
+    # The prompts are longer than the 12 tokens that its indexer selects.
+    "DeepseekV32": Tiny(
+        "DeepseekV32Config",
+        {
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 12,
+            "v_head_dim": 10,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 16,
+            "index_topk": 12,
+            "index_head_dim": 32,
+            # With fewer heads, tokens have equal scores: 0, the sum of no positive products.
+            "index_n_heads": 16,
+        },
+    ),
     "Qwen3Next": Tiny(
         "Qwen3NextConfig",
         {
@@ -248,7 +271,10 @@ ZOO: dict[str, Tiny] = {
     ),
 }
 
-
+LATENTS_OF_V32 = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
+"""Whether this transformers caches the latents of DeepSeek-V3.2; 5.17 caches expanded K and V."""
+if not LATENTS_OF_V32:
+    del ZOO["DeepseekV32"]
 OTHERS: dict[str, Tiny] = {
     "Bamba in parts": Tiny(
         "BambaConfig",
@@ -265,11 +291,18 @@ OTHERS: dict[str, Tiny] = {
         f"{name} for kernels": replace(
             ZOO[name], options={**ZOO[name].options, "qk_rope_head_dim": 16}
         )
-        for name in ("DeepseekV3", "KimiLinear")
+        for name in ("DeepseekV3", "DeepseekV32", "KimiLinear")
+        if name in ZOO
     },
 }
 """Models for some tests alone: the first one's states are larger than a block of its attention,
-the others' rotary parts are as wide as a GPU's kernels want them."""
+the others' rotary parts are as wide as a GPU's kernels want them, and the last one's latents are
+as wide as fp8 records want them."""
+if LATENTS_OF_V32:
+    OTHERS["DeepseekV32 of records"] = replace(
+        OTHERS["DeepseekV32 for kernels"],
+        options={**OTHERS["DeepseekV32 for kernels"].options, "kv_lora_rank": 128},
+    )
 
 
 @cache

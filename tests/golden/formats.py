@@ -198,6 +198,7 @@ def json_keys(folder: Path) -> dict[str, list[str]]:
         "plan (--compare)": said("plan", *hybrid, "--compare", "pack=1,4"),
         "plan (--trace)": said("plan", *simulated, "--block-size", "16"),
         "fit": said("fit", "Qwen3-8B", "--gpu", "8xH100"),
+        "budget": said("budget", "Qwen3-8B", "--gpu", "8xH100", "--max-len", "8K"),
         "explain": said("explain", *hybrid),
         "explain (--compare)": said("explain", *hybrid, "--compare", "policy=vllm@0.32,vllm@0.33"),
         "check": said("check", "Qwen3-8B", *ends),

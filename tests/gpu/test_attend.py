@@ -274,8 +274,10 @@ SELECTED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("heads", [16, 128])
 def test_queries_attend_to_selected_tokens(kind: str, batch: str, order: str, heads: int) -> None:
     spec = LatentAttention(**SPARSE[kind])
+    # Keys of records are rounded to bfloat16, which changes logits of 5 by 0.01, often by more.
+    tolerance = 0.1 if spec.cache == "fp8_ds_mla" else 0.03
     check_selected(
-        spec, order, "cuda", dtype=torch.bfloat16, tolerance=0.03, heads=heads, block=64,
+        spec, order, "cuda", dtype=torch.bfloat16, tolerance=tolerance, heads=heads, block=64,
         **SELECTED[batch],
     )  # fmt: skip
 

@@ -13,15 +13,15 @@ pytest.importorskip("transformers")
 
 from kvatlas.engines.transformers import AtlasCache, DecodeGraph
 from kvatlas.errors import AtlasError
-from tests.engines.zoo import ZOO, model_of, prompts, tiny_of
+from tests.engines.zoo import OTHERS, ZOO, model_of, prompts, tiny_of
 
 STEPS = 24
 LONGEST = 96
 TWICE = 2.0
 """Logits in bf16 may be off by so many times as much as with transformers' own attention."""
-FOR_KERNELS = ("DeepseekV3 for kernels", "KimiLinear for kernels")
+FOR_KERNELS = tuple(name for name in OTHERS if name.endswith("for kernels"))
 SERVED = [name for name in ZOO if tiny_of(name).argument == "past_key_values"]
-WITHOUT_KERNEL = ("DeepseekV3", "KimiLinear")
+WITHOUT_KERNEL = ("DeepseekV3", "DeepseekV32", "KimiLinear")
 """Their rotary parts are too narrow for a kernel: attention is torch's, and asks the device."""
 
 

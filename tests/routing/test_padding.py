@@ -16,6 +16,7 @@ from tests.planning.models import SMALL
 from tests.routing import oracle
 from tests.routing.arrives import assert_arrives, assert_prepared_arrives
 from tests.routing.cases import moving, small_plan, stacked
+from tests.routing.fields_apart import apart
 
 V4 = stacked("v4", *[LatentAttention(latent=64, rope=16, cache="fp8_ds_mla", version="v4")] * 3)
 
@@ -94,3 +95,14 @@ def test_bytes_that_must_arrive_are_those_that_are_sent() -> None:
         row = 64 + 2 * 16 + 1 + 7 * padding  # latent, rope, one scale, padding
         unused = made.bytes_per_block - 3 * 64 * row if padding else 0
         assert bound.nbytes == 3 * 150 * row + 2 * unused  # two blocks are copied whole
+
+
+def test_a_region_whose_layers_copy_different_padding() -> None:
+    """A source whose fields are apart declares no padding; pages of another layer do."""
+    form = LatentAttention(latent=48, rope=16, cache="fp8_ds_mla", version="v4.1")
+    made = small_plan(stacked("v4.1", form, form))
+    sources = [apart(made, seed, pages=0.5) for seed in range(12)]
+    mixed = [one for one in sources if len({region.apart for region in one.regions}) == 2]
+    assert mixed
+    for source in mixed:
+        assert_arrives(moving(source, made, (0, 1)))

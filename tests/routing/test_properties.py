@@ -70,7 +70,14 @@ TRAITS: dict[str, type[Spec]] = {
 """What makes a transfer hard, and a kind of layer among whose examples it must be found."""
 
 
-@pytest.mark.parametrize("trait", TRAITS)
+RARE = "rows around the end of a ring"
+"""A trait of so few examples that finding one takes seconds."""
+
+
+@pytest.mark.parametrize(
+    "trait",
+    [pytest.param(one, marks=pytest.mark.slow) if one == RARE else one for one in TRAITS],
+)
 def test_what_is_drawn_has_every_trait(trait: str) -> None:
     find(requests(TRAITS[trait]), lambda move: trait in traits(move), settings=first)
 

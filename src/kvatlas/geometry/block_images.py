@@ -82,6 +82,8 @@ class BlockImage(NamedTuple):
 
     def equals(self, other: BlockImage) -> bool:
         """Return whether both blocks have the same runs of the same pages in the same cells."""
+        if self is other:
+            return True
         return self.size == other.size and all(
             np.array_equal(mine, theirs) for mine, theirs in zip(self[1:], other[1:], strict=True)
         )

@@ -57,9 +57,16 @@ def read_latent(
     return decode_latent(spec, read_fields(layer, find_slots(layer, slots)), scale=kv_scale)
 
 
-def write_rows(layer: LayerCache, rows: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write an indexer's keys or a compressor's sums, one row per slot."""
-    slots, rows = kept_slots(slots, rows)
+def write_rows(
+    layer: LayerCache, rows: torch.Tensor, slots: torch.Tensor, *, all_kept: bool = False
+) -> None:
+    """Write an indexer's keys or a compressor's sums, one row per slot.
+
+    Negative slots are skipped. If `all_kept` is true, no slot may be negative, and the host does
+    not wait for the device.
+    """
+    if not all_kept:
+        slots, rows = kept_slots(slots, rows)
     write_fields(layer, find_slots(layer, slots), encode_rows(_rows_spec(layer), rows))
 
 
@@ -73,8 +80,8 @@ def encode_rows(spec: Indexer | CompressorState, rows: torch.Tensor) -> Fields:
     if isinstance(spec, CompressorState):
         return {"state": _checked(rows, spec.width).to(torch_dtype(DType.of(spec.dtype)))}
     _checked(rows, spec.head_dim)
-    if spec.cache == "bf16":
-        return {"index": rows.to(torch.bfloat16)}
+    if spec.cache in ("bf16", "fp16", "fp32"):
+        return {"index": rows.to(torch_dtype(DType.of(spec.cache)))}
     if spec.cache == "mxfp4":
         data, scales = formats.to_mxfp4(rows.float())
         return {"index": data, "index_scale": scales}

@@ -259,12 +259,16 @@ def _with_whole_rings(request: PlanRequest, block: int) -> Iterator[Layer]:
 
     A ring that engines enlarge gets as many rows as fit in an attention page.
     """
+    layers = request.model.layers
+    if not any(isinstance(layer.spec, Ring) and layer.spec.fills_page for layer in layers):
+        yield from layers
+        return
     pages = {
         layer.index: page_of(layer.spec, block, request.tp).unpadded
-        for layer in request.model.layers
+        for layer in layers
         if isinstance(layer.spec, Attention)
     }
-    for layer in request.model.layers:
+    for layer in layers:
         if isinstance(layer.spec, Ring) and layer.spec.fills_page:
             yield msgspec.structs.replace(layer, spec=layer.spec.enlarged(pages[layer.index]))
         else:

@@ -166,12 +166,13 @@ class Compiler:
         """For each tuple of layers, one layer whose strips all of them use.
 
         A tuple contains the layers that share their regions in the source plan and in the
-        destination plan. Tuples of layers with the same `_form` use the strips of the same layer.
+        destination plan, and copy the same padding. Tuples of layers with the same `_form` use the
+        strips of the same layer.
         """
         alike: dict[object, list[str]] = defaultdict(list)
         for name, seen in self.visibilities.items():
             ends = [(end.specs[name], end.parts[name]) for end in (self.source, self.destination)]
-            alike[seen, *ends].append(name)
+            alike[seen, self._padding.get(name), *ends].append(name)
         first: dict[object, str] = {}
         return {
             tuple(names): first.setdefault(self._form(names[0]), names[0])
@@ -179,12 +180,12 @@ class Compiler:
         }
 
     def _form(self, layer: str) -> object:
-        """Return a key that is equal for layers whose pages have the same layout in both plans."""
+        """Return a key that is equal for layers with the same page layouts and copied padding."""
         ends = [
             (end.specs[layer], tuple(map(end.form, end.parts[layer])))
             for end in (self.source, self.destination)
         ]
-        return (self.visibilities[layer], *ends)
+        return (self.visibilities[layer], self._padding.get(layer), *ends)
 
     def _choose(self, destination_rank: int) -> dict[int, dict[str, list[NeededShard]]]:
         """Choose the source ranks from which a destination rank reads each of its shards.

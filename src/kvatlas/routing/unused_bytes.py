@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
 
-from kvatlas.geometry import StridedRuns
+from kvatlas.geometry import Placement, StridedRuns
 from kvatlas.geometry.block_images import BlockImage
 from kvatlas.geometry.strided_runs import Ends
 from kvatlas.planning import Region
@@ -200,13 +201,19 @@ def _group_image(end: PlanEnd, stage: int, group: int) -> _GroupImage | None:
     if plan.policy == "foreign" or pool.segments is not msgspec.UNSET or not divided:
         return None
     own = _regions(end, stage, group)
-    image = BlockImage.of([r.placement(plan.tp, pool.blocks) for r in own], size, pool.blocks)
+    image = _image_of(tuple(r.placement(plan.tp, pool.blocks) for r in own), size, pool.blocks)
     pages = tuple(
         (layer.name, region.part(number))
         for region in own
         for number, layer in enumerate(region.layers)
     )
     return None if image is None else _GroupImage(image, pages, pool.blocks)
+
+
+@lru_cache(maxsize=16)
+def _image_of(regions: tuple[Placement, ...], size: int, blocks: int) -> BlockImage | None:
+    """Return `BlockImage.of(...)`; cached, because many routes have the same image."""
+    return BlockImage.of(regions, size, blocks)
 
 
 def _by_pair(

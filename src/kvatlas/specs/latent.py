@@ -179,8 +179,8 @@ class Indexer(_ReplicatedRows, frozen=True, kw_only=True, tag="indexer"):
     """
 
     head_dim: int = 128
-    cache: Literal["fp8", "e4m3", "mxfp4", "bf16"] = "fp8"
-    """Format of a key; `e4m3` has no scale."""
+    cache: Literal["fp8", "e4m3", "mxfp4", "bf16", "fp16", "fp32"] = "fp8"
+    """Format of a key; only `fp8` and `mxfp4` have scales."""
     compress: int = 1
     align: int = 1
 
@@ -192,7 +192,7 @@ class Indexer(_ReplicatedRows, frozen=True, kw_only=True, tag="indexer"):
                 "Pass a multiple of 32, such as head_dim=128",
             )
         keys = [ElementRow("index", DType.of(self.cache), self.head_dim)]
-        if self.cache in ("bf16", "e4m3"):
+        if self.cache not in ("fp8", "mxfp4"):
             return [keys]
         if self.cache == "fp8":
             return [keys, [ElementRow("index_scale", DType.of("fp32"), 1)]]

@@ -20,6 +20,7 @@ from kvatlas.engines.transformers.cache_layers import (
     EmptyLayer,
     PagedAttentionLayer,
     PagedHybridLayer,
+    PagedIndexedLayer,
     PagedStateLayer,
     Pair,
     cannot_take_back,
@@ -32,7 +33,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.models import Layer
 from kvatlas.planning import Plan
 from kvatlas.pool import BlockPool
-from kvatlas.specs import Attention, LatentAttention, Recurrent, Spec
+from kvatlas.specs import Attention, Indexer, LatentAttention, Recurrent, Spec
 
 AnyLayer = PagedAttentionLayer | PagedStateLayer | EmptyLayer
 
@@ -41,9 +42,9 @@ class AtlasCache(TransformersCache):
     """A transformers cache that stores its data in the pages of a kvatlas `Cache`.
 
     Attention layers store K and V. MLA layers store the latent and the rotary part, before they
-    are expanded to heads. Recurrent layers store their conv and ssm states in one block per
-    sequence. The conv state is one input shorter than in transformers' own cache, which stores
-    one input that it never reads.
+    are expanded to heads, and the keys of an indexer if the model has one. Recurrent layers store
+    their conv and ssm states in one block per sequence. The conv state is one input shorter than in
+    transformers' own cache, which stores one input that it never reads.
 
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(
@@ -150,7 +151,10 @@ class AtlasCache(TransformersCache):
     def _build(self) -> list[AnyLayer]:
         by_name = {layer.name: layer for region in self.plan.regions for layer in region.layers}
         built: dict[int, AnyLayer] = {}
+        indexers = [layer for layer in by_name.values() if isinstance(layer.spec, Indexer)]
         for layer in by_name.values():
+            if isinstance(layer.spec, Indexer):
+                continue
             made, other = self._layer(layer), built.get(layer.index)
             if isinstance(other, PagedAttentionLayer) and isinstance(made, PagedStateLayer):
                 made = PagedHybridLayer(other, made)
@@ -159,6 +163,14 @@ class AtlasCache(TransformersCache):
             elif other is not None:
                 raise _not_served(layer)
             built[layer.index] = made
+        for layer in indexers:
+            attention = built.get(layer.index)
+            if not isinstance(attention, PagedAttentionLayer) or not attention.latent:
+                raise _not_served(layer)
+            if layer.spec.tokens_per_state != 1:
+                raise _not_served(layer)
+            (group,), (keys,) = self._groups_of(layer.name), self._cache.parts(layer.name)
+            built[layer.index] = PagedIndexedLayer(attention, keys, self._tables[group])
         return [built.get(index) or EmptyLayer() for index in range(max(built) + 1)]
 
     def _layer(self, layer: Layer) -> PagedAttentionLayer | PagedStateLayer:
@@ -302,7 +314,7 @@ def _is_plain(spec: Spec) -> bool:
     """
     sees = spec.visibility
     if isinstance(spec, LatentAttention):
-        plain = spec.compress == 1 and spec.cache in ("auto", "fp8", "fp8_e4m3")
+        plain = spec.compress == 1 and spec.cache in ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla")
         return plain and sees.window is None
     return isinstance(spec, Attention) and sees.causal and not sees.sink_tokens
 
@@ -310,7 +322,8 @@ def _is_plain(spec: Spec) -> bool:
 def _not_served(layer: Layer) -> AtlasError:
     return AtlasError(
         Code.ENGINE_REFUSES,
-        "AtlasCache supports only layers that cache K and V, a latent, or conv and ssm states",
+        "AtlasCache supports only layers that cache K and V, a latent, with or without the keys of "
+        "an indexer, or conv and ssm states",
         got=f"{layer.name}: {type(layer.spec).__name__}",
         hint="Use transformers' own cache for this model",
     )

@@ -1,4 +1,4 @@
-"""The layers of an `AtlasCache`: attention, recurrent, hybrid and empty layers.
+"""The layers of an `AtlasCache`: attention, indexed, recurrent, hybrid and empty layers.
 
 All of them implement the layer interface of transformers' caches. Models update recurrent states in
 place, in one contiguous tensor per batch, but the states are stored in scattered blocks. A layer
@@ -21,7 +21,16 @@ from kvatlas.engines.transformers.block_table import BlockTable
 from kvatlas.engines.transformers.sequence_batch import SequenceBatch
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import ceil_div
-from kvatlas.kernels import read, read_latent, read_states, write, write_latent, write_states
+from kvatlas.kernels import (
+    read,
+    read_latent,
+    read_rows,
+    read_states,
+    write,
+    write_latent,
+    write_rows,
+    write_states,
+)
 from kvatlas.specs import Attention, LatentAttention, Recurrent, State
 
 Pair = tuple[Tensor, Tensor]
@@ -35,6 +44,8 @@ class PagedAttentionLayer(CacheLayerMixin):
     """The K and V, or the latents, of one layer, stored in the pages of its group."""
 
     supports_early_init = False
+    indexed = False
+    """Whether an indexer selects the tokens to which each query attends."""
 
     def __init__(self, batch: SequenceBatch, pages: LayerCache, table: BlockTable) -> None:
         super().__init__()
@@ -84,6 +95,21 @@ class PagedAttentionLayer(CacheLayerMixin):
             return key_states, value_states
         keys, values = self._in_sight(start, key_states.shape[1], key_states.dtype)
         return keys.to(key_states.dtype), values.to(value_states.dtype)
+
+    def reads_pages(self, count: int) -> bool:
+        """Whether attention of the last `count` tokens reads the pages directly."""
+        batch = self.batch
+        return batch.fixed is not None or batch.paged_tokens == (self.seen - count, count)
+
+    def positions(self, indices: Tensor) -> Tensor:
+        """Return the positions of the tokens at `indices` [batch, ...], which include padding.
+
+        Padding has negative positions. In the fixed step of a `DecodeGraph`, there is none.
+        """
+        if self.batch.fixed is not None or not any(self.batch.padding):
+            return indices
+        padding = torch.tensor(self.batch.padding, device=indices.device, dtype=indices.dtype)
+        return indices - padding.view(-1, *[1] * (indices.dim() - 1))
 
     def _write_tokens(self, key_states: Tensor, value_states: Tensor, slots: Tensor) -> None:
         # Kernels expect one row per token. The head axis of latents, with one head, is dropped.
@@ -145,6 +171,56 @@ class PagedAttentionLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget all tokens. `SequenceBatch.clear` frees the blocks."""
         self.seen = 0
+
+
+class PagedIndexedLayer(PagedAttentionLayer):
+    """The latents of one layer, and the keys of the indexer that selects tokens to attend to."""
+
+    indexed = True
+
+    def __init__(
+        self, attention: PagedAttentionLayer, keys: LayerCache, key_table: BlockTable
+    ) -> None:
+        super().__init__(attention.batch, attention.pages, attention.table)
+        self.keys = keys
+        self.key_table = key_table
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Store the keys [batch, tokens, D] of new tokens; return the keys of all tokens.
+
+        Models call this method after `update`. In the fixed step of a `DecodeGraph`, the result has
+        a key for every slot of the block tables, and `mask_of_slots` excludes unused slots.
+        """
+        batch, table, count = self.batch, self.key_table, indexer_key_states.shape[1]
+        if batch.fixed is not None:
+            new, missing = batch.fixed.slots[table], None
+        else:
+            new = table.reserve(self.seen - count, count, batch.padding).flatten()
+        rows = indexer_key_states.flatten(0, 1)
+        write_rows(self.keys, rows, new, all_kept=max(batch.padding) <= self.seen - count)
+        if batch.fixed is not None:
+            slots = self._all_slots()
+        else:
+            tokens = range(self.seen)
+            slots, missing = table.slots_to_read(tokens, self.seen - count, batch.padding)
+        keys = read_rows(self.keys, slots.flatten()).view(*slots.shape, -1)
+        if missing is not None:
+            keys[missing] = 0
+        return keys.to(indexer_key_states.dtype)
+
+    def _all_slots(self) -> Tensor:
+        """Return the slots [sequences, slots] of the block tables, in the order of tokens."""
+        states = torch.arange(self.key_table.block, device=self.key_table.device)
+        blocks = self.key_table.ids.clamp(min=0).unsqueeze(-1)
+        return (blocks * self.key_table.block + states).flatten(1)
+
+    def mask_of_slots(self, lengths: Tensor) -> Tensor:
+        """Return a mask [batch, 1, 1, slots] of the keys that `update_indexer` returns.
+
+        It is true for the keys of the first `lengths` tokens of each sequence.
+        """
+        count = self.key_table.ids.shape[1] * self.key_table.block
+        return (torch.arange(count, device=lengths.device) < lengths.unsqueeze(1))[:, None, None]
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def page_mask(
         )  # fmt: skip
     empty = torch.empty((batch_size, 1, q_length, 0), dtype=torch.bool, device=device)
     if layer.batch.fixed is not None:  # DecodeGraph has checked the mask
-        return empty
+        return layer.mask_of_slots(layer.batch.fixed.tensors.lengths) if layer.indexed else empty
     layer.batch.expect_paged_attention(attention_mask, batch_size, q_offset, q_length)
     queries = range(q_offset, q_offset + q_length)
     keys = range(kv_offset, kv_offset + kv_length)
@@ -74,6 +74,11 @@ def page_mask(
             got=f"another mask for tokens {q_offset} to {q_offset + q_length - 1}",
             hint='Use attn_implementation="sdpa" or "eager", or plan from the model\'s own config',
         )
+    if layer.indexed:  # The indexer needs the mask to select tokens.
+        return sdpa_mask(  # type: ignore[no-any-return]
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+            allow_is_causal_skip=False, device=device,
+        )  # fmt: skip
     return empty
 
 
@@ -102,18 +107,24 @@ def page_attention(
     scaling: float | None = None,
     s_aux: Tensor | None = None,
     softcap: float | None = None,
+    indices: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend with `query` [batch, heads, tokens, D] over the pages of the layer last written to.
 
     Returns the output [batch, tokens, heads, Dv], and None instead of attention weights. An empty
     `attention_mask`, which `page_mask` returns, selects the pages. With any other mask, or without
-    a mask, the function attends over `key` and `value`.
+    a mask, the function attends over `key` and `value`. In models with an indexer, `indices`
+    [batch, tokens, k] contains the tokens that each query selects.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     written = WRITTEN.get()
     WRITTEN.set(None)
-    if attention_mask is None or attention_mask.shape[-1]:
+    paged = attention_mask is not None and not attention_mask.shape[-1]
+    if indices is not None and written is not None:
+        paged = written[1].reads_pages(query.shape[-2])
+    if not paged:
+        attention_mask = _of_selected(attention_mask, indices, key)
         return _plain(query, key, value, attention_mask, scale, s_aux, softcap), None
     if written is None or written[0] != getattr(module, "layer_idx", written[0]):
         raise AtlasError(
@@ -134,6 +145,10 @@ def page_attention(
     q = query.transpose(1, 2)
     q = q.flatten(0, 1) if step.stored is None else q[step.stored]
     if isinstance(pages.spec, LatentAttention):
+        if indices is not None:
+            chosen = layer.positions(indices)
+            chosen = chosen.flatten(0, 1) if step.stored is None else chosen[step.stored]
+            where["indices"] = chosen
         answers = _absorbed(module, pages, q, where)
     else:
         answers = attend(pages, q, sink_logits=s_aux, softcap=softcap, **where)
@@ -142,6 +157,16 @@ def page_attention(
     padded = answers.new_zeros((*step.stored.shape, *answers.shape[1:]))
     padded[step.stored] = answers
     return padded.to(query.dtype), None
+
+
+def _of_selected(mask: Tensor | None, indices: Tensor | None, keys: Tensor) -> Tensor | None:
+    """Return a boolean mask without the tokens that an indexer did not select, if there is one."""
+    if indices is None:
+        return mask
+    chosen = torch.zeros(
+        (*indices.shape[:2], keys.shape[2]), dtype=torch.bool, device=indices.device
+    ).scatter_(-1, indices.long(), value=True)
+    return chosen.unsqueeze(1) if mask is None else mask & chosen.unsqueeze(1)
 
 
 def _absorbed(module: Any, pages: LayerCache, query: Tensor, where: dict[str, Any]) -> Tensor:

@@ -26,6 +26,7 @@ from kvatlas.kernels.triton.attention.latent_groups_device import (
     TILE,
     Room,
     after_previous,
+    arrivals_of,
     barrier,
     load_query,
     release,
@@ -153,7 +154,8 @@ def multiply(
         until = gl.minimum(stop, last)
         if until > tile:
             begin = (tile - first) * TILE
-            end = (until - first) * TILE
+            # A query that selects no token has tiles, but the load group skips them too.
+            end = gl.where(length > 0, (until - first) * TILE, begin)
             limit = gl.minimum(length - count + row // GROUP, end - 1)
             least = gl.minimum(length - count + 1, end)
             load_query(q, start, count, program, room, WHO, GROUP)
@@ -273,7 +275,7 @@ def decode_latent(
         gl.allocate_shared_memory(gl.float32, [2, ROWS], PLAIN),
         gl.allocate_shared_memory(gl.float32, [2, 4], PLAIN),
     )
-    signals = signals_of()
+    signals = signals_of(arrivals_of(SHAPE.k.kind))
     after_previous(EARLY)
     fence_async_shared()
     COPIED: gl.constexpr = SHAPE.k.element == SHAPE.k_dot

@@ -25,6 +25,7 @@ from kvatlas.kernels.triton.attention.latent_groups_device import (
     TILE,
     Room,
     after_previous,
+    arrivals_of,
     barrier,
     load_query,
     release,
@@ -138,7 +139,8 @@ def multiply_few(
         until = gl.minimum(stop, last)
         if until > tile:
             begin = (tile - first) * TILE
-            end = (until - first) * TILE
+            # A query that selects no token has tiles, but the load group skips them too.
+            end = gl.where(length > 0, (until - first) * TILE, begin)
             limit = gl.minimum(length - count + row // GROUP, end - 1)
             least = gl.minimum(length - count + 1, end)
             load_query(q, start, count, 0, room, WHO, GROUP)
@@ -254,7 +256,7 @@ def decode_latent_few(
         gl.allocate_shared_memory(gl.float32, [2, ROWS], PLAIN),
         gl.allocate_shared_memory(gl.float32, [2, 1], PLAIN),
     )
-    signals = signals_of()
+    signals = signals_of(arrivals_of(SHAPE.k.kind))
     after_previous(EARLY)
     fence_async_shared()
     gl.warp_specialize(

@@ -85,12 +85,18 @@ def barriers(count: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
-def signals_of():
-    """Create the barriers for the warp groups of a program."""
+def signals_of(ARRIVALS: gl.constexpr):
+    """Create the barriers of a program; loads of a half tile signal `ARRIVALS` arrivals."""
     return Signals(
-        barriers(4, THREADS), barriers(4, 1), barriers(2, 1), barriers(1, 2), barriers(1, 1),
+        barriers(4, ARRIVALS), barriers(4, 1), barriers(2, 1), barriers(1, 2), barriers(1, 1),
         barriers(2, 1),
     )  # fmt: skip
+
+
+@gluon.constexpr_function
+def arrivals_of(kind):
+    """Return the arrivals per half tile: threads that copy rotary parts of records arrive twice."""
+    return 256 if kind == "records" else 128
 
 
 @gluon.jit

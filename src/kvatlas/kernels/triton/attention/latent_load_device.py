@@ -1,7 +1,9 @@
 """Device code of the warp group that loads MLA's tiles on Hopper, from any page layout.
 
 16-bit latents are copied to shared memory unchanged, by asynchronous copies that signal
-completion. 8-bit latents are prefetched into registers and converted to float16 from there.
+completion. 8-bit latents are prefetched into registers and converted to float16 from there, or to
+bfloat16 if they are records with scales; the rotary parts of records are copied. If tables contain
+slots of selected tokens instead of block ids, rows are gathered.
 """
 
 from __future__ import annotations
@@ -38,6 +40,33 @@ E4M3_AS_HALVES = gl.constexpr("""
 """)
 
 
+_RECORD_WORDS = gl.constexpr(32)
+"""Words of four elements of a record that share a scale."""
+_SCALED_BF16 = gl.constexpr("""
+    {
+        .reg .b16 first, second, a, b, c, d;
+        .reg .b32 low, high;
+        .reg .f32 w, x, y, z;
+        mov.b32 {first, second}, $2;
+        cvt.rn.f16x2.e4m3x2 low, first;
+        cvt.rn.f16x2.e4m3x2 high, second;
+        mov.b32 {a, b}, low;
+        mov.b32 {c, d}, high;
+        cvt.f32.f16 w, a;
+        cvt.f32.f16 x, b;
+        cvt.f32.f16 y, c;
+        cvt.f32.f16 z, d;
+        mul.f32 w, w, $3;
+        mul.f32 x, x, $3;
+        mul.f32 y, y, $3;
+        mul.f32 z, z, $3;
+        cvt.rn.bf16x2.f32 $0, x, w;
+        cvt.rn.bf16x2.f32 $1, z, y;
+    }
+""")
+"""Converts four e4m3 to bfloat16, multiplied by the float32 $3."""
+
+
 @gluon.jit
 def states_of(begin, last, LOADS: gl.constexpr):
     """Return the positions of a tile's states (cached tokens), clamped to position `last`."""
@@ -51,6 +80,18 @@ def load_pages(table, begin, last, STATES: gl.constexpr, LOADS: gl.constexpr):
     Call it early, because loads of rows depend on the ids.
     """
     return gl.load(table + states_of(begin, last, LOADS) // STATES)
+
+
+@gluon.jit
+def located(pages, begin, last, SHAPE: gl.constexpr):
+    """Return (block ids, indices in these blocks) of a tile's states.
+
+    `pages` is the result of `load_pages`: block ids, or slots of selected tokens.
+    """
+    LOADS: gl.constexpr = pages.type.layout.parent
+    if SHAPE.selected:
+        return pages // SHAPE.selected, pages % SHAPE.selected
+    return pages, states_of(begin, last, LOADS) % SHAPE.states
 
 
 @gluon.jit
@@ -95,10 +136,10 @@ def copy_states(cache, table, states, room, signals, phase, SHAPE: gl.constexpr)
     for n in range(begin, end, 2 * TILE):
         next_first = load_pages(table, n + 2 * TILE, last, STATES, LOADS)
         next_second = load_pages(table, n + 3 * TILE, last, STATES, LOADS)
-        places = states_of(n, last, LOADS) % STATES
-        copy_tile(cache, first, places, room, signals, phase, 0, SHAPE)
-        places = states_of(n + TILE, last, LOADS) % STATES
-        copy_tile(cache, second, places, room, signals, phase, 1, SHAPE)
+        pages, places = located(first, n, last, SHAPE)
+        copy_tile(cache, pages, places, room, signals, phase, 0, SHAPE)
+        pages, places = located(second, n + TILE, last, SHAPE)
+        copy_tile(cache, pages, places, room, signals, phase, 1, SHAPE)
         first, second = next_first, next_second
         phase ^= 1
     return phase
@@ -137,7 +178,7 @@ def convert_states(cache, table, states, room, signals, phase, SHAPE: gl.constex
     STATES: gl.constexpr = SHAPE.states
     pages = load_pages(table, begin, last, STATES, LOADS)
     next_pages = load_pages(table, begin + TILE, last, STATES, LOADS)
-    places = states_of(begin, last, LOADS) % STATES
+    pages, places = located(pages, begin, last, SHAPE)
     rows = row_starts(cache.k.rows, pages, places, UNIT)
     ropes = row_starts(cache.v.rows, pages, places, ROPE_UNIT)
     left = gl.load(row_pointers(words, rows, 0, HALF // 4, LOADS))
@@ -145,13 +186,13 @@ def convert_states(cache, table, states, room, signals, phase, SHAPE: gl.constex
     rope = gl.load(row_pointers(words, ropes, 0, ROPE // 4, LOADS))
     for n in range(begin, end, 2 * TILE):
         for i in gl.static_range(2):
-            places = states_of(n + (i + 1) * TILE, last, LOADS) % STATES
+            pages, places = located(next_pages, n + (i + 1) * TILE, last, SHAPE)
             latents = all_latents.index(i)
             mbarrier.wait(signals.free.index(2 * i), phase ^ 1)
             latents.slice(0, HALF // 2, dim=1).store(as_halves(left))
             announce(signals.there.index(2 * i))
-            rows = row_starts(cache.k.rows, next_pages, places, UNIT)
-            ropes = row_starts(cache.v.rows, next_pages, places, ROPE_UNIT)
+            rows = row_starts(cache.k.rows, pages, places, UNIT)
+            ropes = row_starts(cache.v.rows, pages, places, ROPE_UNIT)
             left = gl.load(row_pointers(words, rows, 0, HALF // 4, LOADS))
             next_pages = load_pages(table, n + (i + 2) * TILE, last, STATES, LOADS)
             mbarrier.wait(signals.free.index(2 * i + 1), phase ^ 1)
@@ -160,6 +201,80 @@ def convert_states(cache, table, states, room, signals, phase, SHAPE: gl.constex
             announce(signals.there.index(2 * i + 1))
             right = gl.load(row_pointers(words, rows, HALF // 4, HALF // 4, LOADS))
             rope = gl.load(row_pointers(words, ropes, 0, ROPE // 4, LOADS))
+        phase ^= 1
+    return phase
+
+
+@gluon.jit
+def load_block(words, scales, rows, scale_rows, BLOCK: gl.constexpr, LOADS: gl.constexpr):
+    """Load the elements of a tile's records that share a scale, as words, and their scales."""
+    FROM: gl.constexpr = BLOCK * _RECORD_WORDS
+    elements = gl.load(row_pointers(words, rows, FROM, _RECORD_WORDS, LOADS))
+    return elements, gl.load(scales + scale_rows + BLOCK)
+
+
+@gluon.jit
+def store_block(latents, block, BLOCK: gl.constexpr):
+    """Store the elements that `load_block` returned times their scales, as bfloat16."""
+    elements, scales = block
+    scales = gl.expand_dims(scales, 1) + gl.zeros_like(elements).to(gl.float32)
+    pairs = gl.inline_asm_elementwise(
+        _SCALED_BF16, "=r,=r,r,r", [elements, scales], dtype=(gl.int32, gl.int32), is_pure=True,
+        pack=1,
+    )  # fmt: skip
+    wide = gl.join(pairs[0], pairs[1]).reshape([TILE, 2 * _RECORD_WORDS])
+    latents.slice(2 * BLOCK * _RECORD_WORDS, 2 * _RECORD_WORDS, dim=1).store(wide)
+
+
+@gluon.jit
+def convert_records(cache, table, states, room, signals, phase, SHAPE: gl.constexpr):
+    """Load and convert a sequence's records. A half tile waits in registers for a free buffer.
+
+    The rotary parts are copied asynchronously, so each thread also arrives when its copies end.
+    """
+    LOADS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    UNIT: gl.constexpr = SHAPE.k.unit // 4
+    SCALE_UNIT: gl.constexpr = SHAPE.k.scale_unit
+    ROPE_UNIT: gl.constexpr = SHAPE.v.unit // 2
+    STATES: gl.constexpr = SHAPE.states
+    begin, end, last = states
+    words = cache.buffer.to(gl.pointer_type(gl.int32), bitcast=True)
+    scales = cache.buffer.to(gl.pointer_type(gl.float32), bitcast=True)
+    all_latents = seen_as(room.latents, gl.int32, [2, TILE, LATENT // 2], WORDS)
+    all_ropes = seen_as(room.ropes, gl.int32, [2, TILE, ROPE // 2], WORDS)
+    next_pages = load_pages(table, begin + TILE, last, STATES, LOADS)
+    pages, places = located(load_pages(table, begin, last, STATES, LOADS), begin, last, SHAPE)
+    rows = row_starts(cache.k.rows, pages, places, UNIT)
+    scale_rows = row_starts(cache.k.scales, pages, places, SCALE_UNIT)
+    ropes = row_starts(cache.v.rows, pages, places, ROPE_UNIT)
+    first = load_block(words, scales, rows, scale_rows, 0, LOADS)
+    second = load_block(words, scales, rows, scale_rows, 1, LOADS)
+    third = load_block(words, scales, rows, scale_rows, 2, LOADS)
+    fourth = load_block(words, scales, rows, scale_rows, 3, LOADS)
+    for n in range(begin, end, 2 * TILE):
+        for i in gl.static_range(2):
+            latents = all_latents.index(i)
+            mbarrier.wait(signals.free.index(2 * i), phase ^ 1)
+            store_block(latents, first, 0)
+            store_block(latents, second, 1)
+            barrier()
+            mbarrier.arrive(signals.there.index(2 * i), count=2 * THREADS)
+            pages, places = located(next_pages, n + (i + 1) * TILE, last, SHAPE)
+            rows = row_starts(cache.k.rows, pages, places, UNIT)
+            scale_rows = row_starts(cache.k.scales, pages, places, SCALE_UNIT)
+            first = load_block(words, scales, rows, scale_rows, 0, LOADS)
+            second = load_block(words, scales, rows, scale_rows, 1, LOADS)
+            next_pages = load_pages(table, n + (i + 2) * TILE, last, STATES, LOADS)
+            mbarrier.wait(signals.free.index(2 * i + 1), phase ^ 1)
+            begin_copy(all_ropes.index(i), row_pointers(words, ropes, 0, ROPE // 2, LOADS))
+            async_copy.mbarrier_arrive(signals.there.index(2 * i + 1), increment_count=False)
+            store_block(latents, third, 2)
+            store_block(latents, fourth, 3)
+            announce(signals.there.index(2 * i + 1))
+            third = load_block(words, scales, rows, scale_rows, 2, LOADS)
+            fourth = load_block(words, scales, rows, scale_rows, 3, LOADS)
+            ropes = row_starts(cache.v.rows, pages, places, ROPE_UNIT)
         phase ^= 1
     return phase
 
@@ -176,8 +291,13 @@ def load_tiles(cache, batch, room, signals, SHAPE: gl.constexpr, TILING: gl.cons
         until = gl.minimum(stop, gl.load(ends + sequence + 1))
         if until > tile:
             table = cache.tables + sequence.to(gl.int64) * cache.table_stride
-            states = (tile - first) * TILE, (until - first) * TILE, length - 1
-            if SHAPE.k.element == SHAPE.k_dot:
+            # If a query selects no token, its tiles are skipped, but rows are prefetched.
+            begin = (tile - first) * TILE
+            end = gl.where(length > 0, (until - first) * TILE, begin)
+            states = begin, end, gl.maximum(length - 1, 0)
+            if SHAPE.k.kind == "records":
+                phase = convert_records(cache, table, states, room, signals, phase, SHAPE)
+            elif SHAPE.k.element == SHAPE.k_dot:
                 phase = copy_states(cache, table, states, room, signals, phase, SHAPE)
             else:
                 phase = convert_states(cache, table, states, room, signals, phase, SHAPE)

@@ -303,13 +303,15 @@ def on_hopper(
     launch: DecodeLaunch, key: calls.LaunchKey, shape: calls.AttentionShape
 ) -> DecodeLaunch:
     """Return `launch`, with its kernel replaced by one for MLA on Hopper if that is supported."""
+    records = shape.k.kind == "records"
     suits = (
         _has_hopper_kernels(key, shape)
         and shape.latent
         and (shape.k.dim, shape.v.dim) == (512, 64)
-        and shape.k.element == shape.v.element
+        and shape.v.element == (shape.k_dot if records else shape.k.element)
         and shape.k.element in (shape.k_dot, tl.float8e4nv)
-        and min(shape.k.unit, shape.v.unit) * shape.k.element.primitive_bitwidth >= 128
+        and (not records or shape.k_dot == tl.bfloat16)
+        and all(f.unit * f.element.primitive_bitwidth >= 128 for f in (shape.k, shape.v))
         and launch.tiling.tile == 64
     )
     if not suits:
