@@ -159,6 +159,7 @@ def fields() -> dict[str, tuple[str, bytes]]:
     alike = {
         "newer_that_understands_ours": hello(version=newer),
         "version_3": hello(version=3),
+        "version_4": hello(version=4),
         "newer_that_says_more": hello(version=newer, more={"a": [1, {}]}),
         "conversion_where_formats_are_alike": hello(conversion=terms([1.0, 1.0])),
     }

@@ -36,6 +36,8 @@ from kvatlas.pool import BlockPool
 from kvatlas.specs import Attention, Indexer, LatentAttention, Recurrent, Spec
 
 AnyLayer = PagedAttentionLayer | PagedStateLayer | EmptyLayer
+_PLAIN_KEYS = ("bf16", "fp16", "fp32")
+"""The dtypes in which the keys of indexers are stored. Models do not compute with scaled keys."""
 
 
 class AtlasCache(TransformersCache):
@@ -167,7 +169,7 @@ class AtlasCache(TransformersCache):
             attention = built.get(layer.index)
             if not isinstance(attention, PagedAttentionLayer) or not attention.latent:
                 raise _not_served(layer)
-            if layer.spec.tokens_per_state != 1:
+            if layer.spec.tokens_per_state != 1 or layer.spec.cache not in _PLAIN_KEYS:
                 raise _not_served(layer)
             (group,), (keys,) = self._groups_of(layer.name), self._cache.parts(layer.name)
             built[layer.index] = PagedIndexedLayer(attention, keys, self._tables[group])

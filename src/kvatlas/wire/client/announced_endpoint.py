@@ -21,9 +21,9 @@ def announced_endpoint(endpoint: str, host: str, *, on_this_host: bool) -> str:
     'tcp://10.0.0.7:5555'
     >>> announced_endpoint("tcp://10.0.0.8:5555", "10.0.0.7", on_this_host=False)
     Traceback (most recent call last):
-    kvatlas.errors.AtlasError: A push must be announced from the host of the announced endpoint. \
-Got tcp://10.0.0.8:5555, announced from 10.0.0.7. Let the source listen at the address from which \
-it connects, or at 0.0.0.0. [bad_handshake]
+    kvatlas.errors.AtlasError: A push must come from the host whose address its endpoint contains. \
+Got endpoint tcp://10.0.0.8:5555 from host 10.0.0.7. Let the source listen at 0.0.0.0, or at the \
+address of its connections. [bad_handshake]
     """
     if unix_path(endpoint) is not None:
         if on_this_host:
