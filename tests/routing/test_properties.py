@@ -24,6 +24,7 @@ from kvatlas.specs import (
     SlidingAttention,
     Spec,
 )
+from tests.profiles import DEEP
 from tests.routing import oracle
 from tests.routing.arrives import ask, assert_arrives, assert_prepared_arrives
 from tests.routing.oracle import Memory, Move
@@ -71,12 +72,13 @@ TRAITS: dict[str, type[Spec]] = {
 
 
 RARE = "rows around the end of a ring"
-"""A trait of so few examples that finding one takes seconds."""
+"""A trait of so few examples that finding one takes 17 seconds."""
+IF_DEEP = pytest.mark.skipif(not DEEP, reason="only in the deep profile")
 
 
 @pytest.mark.parametrize(
     "trait",
-    [pytest.param(one, marks=pytest.mark.slow) if one == RARE else one for one in TRAITS],
+    [pytest.param(one, marks=IF_DEEP) if one == RARE else one for one in TRAITS],
 )
 def test_what_is_drawn_has_every_trait(trait: str) -> None:
     find(requests(TRAITS[trait]), lambda move: trait in traits(move), settings=first)

@@ -22,6 +22,7 @@ from kvatlas.planning import Plan, plan
 from kvatlas.routing import route
 from kvatlas.specs import FullAttention, LatentAttention, Mamba2, SlidingAttention
 from tests.planning.models import SMALL
+from tests.profiles import DEEP
 from tests.routing import oracle
 from tests.routing.arrives import ask, assert_arrives, assert_prepared_arrives
 from tests.routing.cases import moving, small_plan, stacked
@@ -108,7 +109,11 @@ def plans(order: str) -> Iterator[tuple[str, Plan]]:
             continue
 
 
-@pytest.mark.parametrize("order", BLOCKS_OUTERMOST + LAYERS_OUTERMOST)
+COMPARED = BLOCKS_OUTERMOST + LAYERS_OUTERMOST if DEEP else ("BLNHC", "LBNHC")
+"""The whole catalogue is planned for each order, which takes five seconds."""
+
+
+@pytest.mark.parametrize("order", COMPARED)
 def test_equal_plans_move_in_one_run_per_stretch_of_blocks(order: str) -> None:
     counted = 0
     for name, made in plans(order):
