@@ -113,6 +113,7 @@ COMPARED = BLOCKS_OUTERMOST + LAYERS_OUTERMOST if DEEP else ("BLNHC", "LBNHC")
 """The whole catalogue is planned for each order, which takes five seconds."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", COMPARED)
 def test_equal_plans_move_in_one_run_per_stretch_of_blocks(order: str) -> None:
     counted = 0
@@ -162,6 +163,7 @@ def gaps(move: Move) -> int:
     return sum(int(mask.sum()) for mask in oracle.unused(move, "destination", 0).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["BLNHC", "BHLNC", "LBNHC", "LBHNC"])
 @pytest.mark.parametrize("model", GAPS.values(), ids=GAPS)
 def test_every_byte_that_is_written_belongs_to_the_request(model: Model, order: str) -> None:
