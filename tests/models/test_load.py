@@ -84,7 +84,6 @@ def test_a_file_goes_before_the_catalogue(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_transformers_object_is_read_where_transformers_is_there() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen3Config(num_hidden_layers=3, num_key_value_heads=2, head_dim=64)

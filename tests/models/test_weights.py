@@ -65,7 +65,6 @@ def shallow(values: dict[str, Any], layers: int = 9) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_parameters_are_exactly_those_of_transformers() -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")

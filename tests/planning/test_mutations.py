@@ -231,7 +231,6 @@ def assert_held(number: int, at: Where, value: Any, known: set[Any]) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_changed_plans_are_refused_or_right() -> None:
     cases = [
         (number, at, value)

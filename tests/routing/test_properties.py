@@ -76,6 +76,7 @@ RARE = "rows around the end of a ring"
 IF_DEEP = pytest.mark.skipif(not DEEP, reason="only in the deep profile")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "trait",
     [pytest.param(one, marks=IF_DEEP) if one == RARE else one for one in TRAITS],

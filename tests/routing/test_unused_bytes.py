@@ -234,6 +234,7 @@ def test_layers_bring_the_bytes_of_the_request_together(model: Model) -> None:
     assert not any(counts.any() for counts in named.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", GAPS.values(), ids=GAPS)
 def test_grids_and_pieces_copy_the_same_gaps(model: Model) -> None:
     made = small_plan(model, layout="BLNHC", max_len=512)
