@@ -169,7 +169,7 @@ class AtlasCache(TransformersCache):
             attention = built.get(layer.index)
             if not isinstance(attention, PagedAttentionLayer) or not attention.latent:
                 raise _not_served(layer)
-            if layer.spec.tokens_per_state != 1 or layer.spec.cache not in _PLAIN_KEYS:
+            if not _has_plain_keys(layer.spec):
                 raise _not_served(layer)
             (group,), (keys,) = self._groups_of(layer.name), self._cache.parts(layer.name)
             built[layer.index] = PagedIndexedLayer(attention, keys, self._tables[group])
@@ -319,6 +319,11 @@ def _is_plain(spec: Spec) -> bool:
         plain = spec.compress == 1 and spec.cache in ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla")
         return plain and sees.window is None
     return isinstance(spec, Attention) and sees.causal and not sees.sink_tokens
+
+
+def _has_plain_keys(spec: Spec) -> bool:
+    """Return whether an indexer stores a key for each token, without scales."""
+    return isinstance(spec, Indexer) and spec.tokens_per_state == 1 and spec.cache in _PLAIN_KEYS
 
 
 def _not_served(layer: Layer) -> AtlasError:
