@@ -68,7 +68,7 @@ def prefill(transport: str) -> None:
         blocks = ranks.copy_from(cache, PROMPT)
         for node in ranks.nodes:
             node.offer("request 17", blocks, PROMPT, timeout=300)
-        said = {"endpoints": ranks.endpoints, "first": int(first[0, -1]), "timeout": taken}
+        said = {"endpoints": ranks.endpoints, "first": int(first[0, -1]), "seconds": taken}
         print(MARK + json.dumps(said), flush=True)
         sys.stdin.read()
 

@@ -18,7 +18,7 @@ Run = tuple[int, int]
 
 
 class _Part:
-    """What one request does in the groups of one bundle."""
+    """The steps of one request in the groups of one bundle."""
 
     def __init__(self, bundle: Bundle, numbers: Ints, hit: int, owned: Ints, first: int) -> None:
         self.bundle, self.numbers, self.pool = bundle, numbers, bundle.one.pool
