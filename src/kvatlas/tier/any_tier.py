@@ -65,8 +65,8 @@ class AnyTier(ABC):
         """Fetch tokens into a rank's blocks. Raises an error if the tier lacks some of them.
 
         With `convert`, a layer is converted if its dtype in the tier differs from its dtype in the
-        rank's cache. `options` are those of the hit, such as `carry` (see `Hit.fetch`). If a fetch
-        from a store fails halfway, some blocks have been overwritten.
+        rank's cache. `options` are passed to the `fetch` of the hit, such as `carry` (see
+        `Hit.fetch`). If a fetch from a store fails halfway, some blocks have been overwritten.
         """
         _, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))
         with self.pin(keys, tokens) as hit:

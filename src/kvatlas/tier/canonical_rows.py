@@ -29,8 +29,9 @@ def canonical_rows(
 ) -> Plan:
     """Return the plan that describes a model's rows. If `model` is a plan, its model is used.
 
-    A row has `span` tokens, or the smallest multiple of it that is a whole number of states. The
-    default is the greatest common divisor of the plan's blocks that have more than one state.
+    A row has `span` tokens, or the smallest multiple of `span` that is a whole number of states.
+    The default is the greatest common divisor of the plan's block sizes, except those of recurrent
+    states.
 
     >>> rows = canonical_rows("gpt-oss-20b", span=64)
     >>> [(group.kind, group.block) for group in rows.groups]
@@ -112,7 +113,7 @@ def _span_of_plan(model: Model | Plan) -> int:
     if isinstance(model, Model):
         problem = "The number of tokens per row is required, unless a plan is passed"
         hint = "Pass span=, such as span=64"
-        raise AtlasError(Code.CONTRADICTORY, problem, got=f"no span for {model.name}", hint=hint)
+        raise AtlasError(Code.CONTRADICTORY, problem, got=f"span=None for {model.name}", hint=hint)
     states = {
         region.group for region in model.regions if isinstance(region.layers[0].spec, Recurrent)
     }

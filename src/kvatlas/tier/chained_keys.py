@@ -62,10 +62,12 @@ class PrefixChain:
         self._text, self.count = _as_bytes(tokens), len(tokens)
         self.salt, self.lora = salt, lora
         if not isinstance(salt, bytes):
-            problem, hint = "A salt must be a bytes object", "Omit salt= if there is none"
+            problem = "A salt must be a bytes object"
+            hint = "Encode the salt as bytes, or omit salt= for requests without a salt"
             raise AtlasError(Code.BAD_CONFIG, problem, got=f"{salt!r:.80}", hint=hint)
         if not isinstance(lora, str):
-            problem, hint = "An adapter's name must be a string", "Omit lora= if there is none"
+            problem = "An adapter's name must be a string"
+            hint = "Pass the name as a string, or omit lora= for requests without an adapter"
             raise AtlasError(Code.BAD_CONFIG, problem, got=f"{lora!r:.80}", hint=hint)
         self._links = [_root(identity + salt, lora)]
         for start in range(0, self.count - grain + 1, grain):

@@ -69,7 +69,7 @@ class FileUse:
         with self._guard:
             if not self._users and not _set(self._fd, fcntl.F_RDLCK):
                 problem = "Another process is taking over the tier's file"
-                got, hint = "a call to its previous owner", "Repeat the call"
+                got, hint = "a call to the file's previous owner", "Repeat the call"
                 raise AtlasError(Code.PEER_LOST, problem, got=got, hint=hint)
             self._users += 1
 

@@ -51,9 +51,10 @@ class Window:
         try:
             return mmap.mmap(-1, nbytes, flags=flags)
         except OSError as problem:
-            what = f"{nbytes:,} bytes of address space: {problem}"
+            text = "The address space for staging memory cannot be reserved"
+            got = f"a reservation of {nbytes:,} bytes: {problem}"
             hint = "Store and fetch without carry=, or plan the tier with less memory"
-            raise AtlasError(Code.NOT_ENOUGH_MEMORY, got=what, hint=hint) from problem
+            raise AtlasError(Code.NOT_ENOUGH_MEMORY, text, got=got, hint=hint) from problem
 
     @contextmanager
     def used(self) -> Iterator[None]:

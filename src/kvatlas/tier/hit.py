@@ -73,7 +73,7 @@ class Hit:
     def copies(self, plan: Plan, *, rank: int = 0, blocks: Any) -> Sequence[Copy]:
         """Return the copy operations from `tier.memory` to a rank's pools, for any transport.
 
-        For a tier in a file, the bytes are valid until the hit is released.
+        For a tier in a file, the bytes in `tier.memory` are valid until the hit is released.
         """
         with self._storage.using():
             copies = self._bound(plan, rank, blocks)
@@ -133,5 +133,5 @@ def check_all_there(found: int, wanted: int) -> None:
     """Raise an error if fewer tokens were found than a fetch requested."""
     if found < wanted:
         problem, got = "The tier does not store all requested tokens", f"{found} of {wanted} tokens"
-        hint = "Call match first, or pin the tokens that are stored"
+        hint = "Fetch only the tokens that match() or pin() finds, and compute the others"
         raise AtlasError(Code.MISSING_BLOCKS, problem, got=got, hint=hint)

@@ -102,9 +102,9 @@ class BlockIndex:
                 self._free_dropped(block)
 
     def drop(self, block: TierBlock) -> None:
-        """Make a block absent now and free it once it is no longer used.
+        """Hide a block from lookups immediately, and free it when it is no longer used.
 
-        If its record cannot be cleared, the next call that takes the block tries again.
+        If its record cannot be cleared, the next call that takes the block tries to clear it again.
         """
         with self.lock:
             if block.dropped:

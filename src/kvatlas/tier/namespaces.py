@@ -5,9 +5,9 @@
 
 Words in capitals are hexadecimal digests or numbers, so that the name of a tenant or a key cannot
 lead to objects of another tenant. A row is one block of the tier. Each namespace has a mark for
-every level of its identity: tenant, model, weights, content and format. A mark is a small object
-that is equal for all engines that agree in this and all earlier levels. It exists once one of them
-has stored something.
+every level of its identity: tenant, model, weights, content and format. The mark of a level is a
+small object, equal for all engines that agree in that level and all earlier ones. It exists once
+one of these engines has stored something.
 
 A namespace is one combination of tenant, model, weights, content (the kinds of rows and their
 dtypes) and format (tokens per row and how a row is cut). Engines that differ in any of them use

@@ -68,7 +68,7 @@ def open_tier(
     - `"redis://host:6379/0"`: Redis or Valkey.
     - `"folder:///path?capacity=100GiB"`: a folder.
     - `"host://?capacity=1GiB"`: an object store in host memory of this process.
-    - `"folder:///path?keys=/etc/kvatlas/keys"`: objects are encrypted: see `KeyFolder`.
+    - `"folder:///path?keys=/etc/kvatlas/keys"`: a folder of encrypted objects (see `KeyFolder`).
 
     An object store requires an `identity`. `options` are passed to `open_store_tier`.
 
@@ -84,8 +84,8 @@ def open_tier(
     if not is_store(where):
         if options:
             hint = "Omit these options, or use the address of a store, such as folder:///path"
-            problem = "These options apply only to object stores"
-            got = f"{', '.join(sorted(options))} for {without_secrets(where)!r}"
+            problem = "A tier in memory or in a file does not support options of object stores"
+            got = f"options {', '.join(sorted(options))} for {without_secrets(where)!r}"
             raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
         if "://" in str(where):
             raise _unknown_kind(where)
@@ -190,7 +190,8 @@ def _open_file(path: Path, made: Plan, shared: bool) -> Tier | TierClient:
     tier = share_file(path, new, durable=False) if shared else Tier.open(path, new)
     if fingerprint(tier.plan) != fingerprint(made):
         tier.close()
-        problem, hint = "The tier in this file belongs to another model", "Use another path"
+        problem = "The tier's file was created for another model or cache dtype"
+        hint = "Use another path, or open the tier for the model and dtype of the file"
         raise AtlasError(Code.UNLIKE_MODELS, problem, got=f"{path}: {tier.plan}", hint=hint)
     return tier
 

@@ -33,7 +33,7 @@ Words = NDArray[np.uint32]
 
 
 class PartSum(NamedTuple):
-    """The contribution of some bytes of a block to the block's checksum, and their number."""
+    """The contribution of some bytes of a block to its checksum, and the number of these bytes."""
 
     term: int
     nbytes: int
@@ -105,10 +105,10 @@ def _moved(remainders: Words, after: Int64s) -> Words:
 
 @lru_cache(_KEPT)
 def _tables(distances: bytes) -> Words:
-    """Return a lookup table for each of several numbers of zero bytes.
+    """Return, for each number in `distances`, the table that appends that number of zero bytes.
 
-    The table appends that many zero bytes to a CRC-32 remainder. `distances` is an ascending int64
-    array, as bytes.
+    The bytes are appended to the data of a CRC-32 remainder. `distances` contains the bytes of an
+    ascending int64 array.
     """
     steps = np.diff(np.frombuffer(distances, np.int64), prepend=0).tolist()
     table = _BYTES.astype(np.uint32)

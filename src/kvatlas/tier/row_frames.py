@@ -129,7 +129,8 @@ class RowFrame:
         """
         if starts.step < 1:
             problem = "The destination offsets of a copy must be ascending"
-            got, hint = starts.destination[:8].tolist(), "Pass the starts of a route"
+            got = f"offsets {starts.destination[:8].tolist()}"
+            hint = "Pass a copy that a Route has computed"
             raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
         at = begin + (starts.source if end == "source" else starts.destination)
         first = np.searchsorted(self._starts, at, "right") - 1

@@ -98,9 +98,9 @@ def refuse_rings(layers: Iterable[Layer]) -> None:
     if ring is not None:
         raise AtlasError(
             Code.BAD_PLAN,
-            "A tier cannot store models with rings, whose rows are overwritten by later tokens",
-            got=f"{ring.name} with a ring of {ring.spec.visibility.chunk} tokens per group",
-            hint="Serve this model without a tier; transfers between engines support it",
+            "A tier cannot store models with rings, because later tokens overwrite the rings' rows",
+            got=f"layer {ring.name} with a ring of {ring.spec.rows} rows",
+            hint="Serve this model without a tier; transfers between engines support rings",
         )
 
 

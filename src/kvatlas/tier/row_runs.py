@@ -116,7 +116,7 @@ class RowRuns:
         return moved
 
     def _together(self, copy: Copy, numbers: list[int]) -> Iterator[list[int]]:
-        """Split row numbers into lists of rows that are moved together; each list is of one group.
+        """Split row numbers into lists of rows of one group, which are moved together.
 
         Large rows are moved one by one, so that more runs can be joined. Copies with several
         starts (see `Copy.starts`) are an exception, because their runs are not joined.

@@ -97,7 +97,7 @@ class RowTraffic:
         return [whole for whole, _ in self._present(names, deadline)]
 
     def know_shares(self, ingest: int, rank: int, shares: Mapping[Any, RowShare]) -> None:
-        """Record, for each `NeededBlock.shape`, the objects that a rank writes to such rows."""
+        """Record, for each `NeededBlock.shape`, which objects a rank writes to such a row."""
         if len(self._shares) > _REMEMBERED:
             self._shares.clear()
         for shape, share in shares.items():
@@ -148,7 +148,7 @@ class RowTraffic:
         return self._marking
 
     def forget_marks(self) -> None:
-        """Forget that marks were written, so that the next store writes them again."""
+        """Forget that marks were written, so that the next store operation writes them again."""
         self._marked_until = 0.0
 
     # -- rows in flight -----------------------------------------------------------------

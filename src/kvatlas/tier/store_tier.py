@@ -298,7 +298,10 @@ class StoreTier(AnyTier):
         cancelled: Callable[[], bool] = lambda: False,
         **options: Any,
     ) -> CopiedPrefix:
-        """Copy the rows of a prefix to another store: see `copy_prefix`. `close` cancels it."""
+        """Copy the rows of `prefix`, a sequence of tokens, to another store (see `copy_prefix`).
+
+        A call of `close` cancels the copy.
+        """
         tenant, namespace = self.namespace.prefix.split("/")[1:3]
         about = {"tenant": tenant, "namespace": namespace, **options}
         with self._storage.using():

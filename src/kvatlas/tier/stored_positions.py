@@ -3,8 +3,8 @@
 Full attention stores every block, so a later request can continue after any of them. A window or a
 recurrent state serves only the position for which it was stored. The pool has the same policies
 (`kvatlas.pool.checkpoints`): the end of the prompt, the branch points of earlier requests, every k
-tokens. The tier does not record earlier requests. A prompt is taken to branch off where its prefix
-of stored rows of full attention ends.
+tokens. The tier does not record earlier requests. It assumes that a prompt branches off from them
+where the prompt's stored rows of full attention end.
 """
 
 from __future__ import annotations

@@ -62,10 +62,10 @@ class StoredRows:
     def remove(self, keys: Mapping[int, Sequence[bytes | None]]) -> int:
         """Remove the rows of keys, given by group, and return how many objects were removed.
 
-        Some stores can remove by prefix only by comparing the prefix with every object name. From
-        such a store, this removes all names that an object of the row can have. The exception are
-        recurrent states: their names contain the length of the request, so they are removed by
-        prefix.
+        Some stores can remove by prefix only by comparing the prefix with every object name. In
+        such a store, attention rows are removed by listing all names that their objects can have.
+        Recurrent states are always removed by prefix, because their names contain the length of
+        the request.
         """
         store, names = self.traffic.store, self.namespace
         removed = 0

@@ -205,7 +205,10 @@ def _gone(path: Path) -> AtlasError:
 
 def no_server(path: Path, why: str) -> AtlasError:
     """Return the error for a path at which no process serves a tier."""
-    problem, hint = "No process serves the tier", "Start the process that serves it, and try again"
+    problem, hint = (
+        "No process serves the tier",
+        "Start the process that serves the tier, and try again",
+    )
     return AtlasError(Code.PEER_LOST, problem, got=f"socket {path}: {why}", hint=hint)
 
 

@@ -36,7 +36,7 @@ def joined_size(parts: Parts) -> int:
 
 
 def scatter(content: Bytes, parts: Parts) -> None:
-    """Copy the bytes of an object to the memory ranges that hold it."""
+    """Copy the bytes of an object into memory ranges that have the same total size."""
     at = 0
     for part in parts:
         part[:] = content[at : at + part.nbytes]
@@ -44,9 +44,9 @@ def scatter(content: Bytes, parts: Parts) -> None:
 
 
 def read_into(parts: Parts, content: Bytes | None) -> int:
-    """Return the size of an object with this content, or `ABSENT` for None.
+    """Copy an object's content into `parts` and return its size; `ABSENT` if there is no content.
 
-    If the object has the size of the parts, its bytes are copied to them.
+    Nothing is copied if the content and the parts differ in size.
     """
     if content is None:
         return ABSENT
@@ -56,7 +56,7 @@ def read_into(parts: Parts, content: Bytes | None) -> int:
 
 
 def fill(content: Bytes, wanted: Sequence[tuple[int, Bytes]]) -> int:
-    """Copy ranges of an object, given as (offset, memory) pairs. Return the bytes copied."""
+    """Copy ranges of an object, given as (offset, memory) pairs, and return the copied size."""
     copied = 0
     for offset, into in wanted:
         some = content[offset : offset + into.nbytes]

@@ -51,7 +51,7 @@ class EncryptedStore(ObjectStore):
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ImportError:
             problem, got = "Encryption requires the package cryptography", "no such package"
-            hint = "pip install 'kvatlas[wire]'"
+            hint = "Install the package: pip install 'kvatlas[wire]'"
             raise AtlasError(Code.MISSING_EXTRA, problem, got=got, hint=hint) from None
         self.store, self.keys = store, keys
         self._cipher, self._invalid = AESGCM, InvalidTag

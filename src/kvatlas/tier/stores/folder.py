@@ -46,7 +46,7 @@ class FolderStore(ObjectStore):
     bytes. With a `quota`, each tenant has at most this many bytes, and only objects of the same
     tenant are evicted to make space for a new object. Both limits need a local file system. A
     missing folder is created, unless `create` is false. Objects are not flushed to disk and may be
-    lost in a power failure. A folder that is read-only can be read.
+    lost in a power failure. Objects of a read-only folder can be read.
 
     >>> import tempfile, numpy as np
     >>> store = FolderStore(tempfile.mkdtemp())

@@ -78,7 +78,7 @@ def objects_below(root: Path, folder: Path) -> Iterator[tuple[str, os.stat_resul
     """Yield the name and the status of each object below `folder`, which is `root` or below it.
 
     Files and folders with a name that no object can have are skipped, because they belong to other
-    programs. So are folders other than `root` that this user may not read.
+    programs. Folders other than `root` that this user may not read are skipped too.
     """
     if leads_away(root, folder / "x"):
         return

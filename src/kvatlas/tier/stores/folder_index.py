@@ -146,7 +146,7 @@ class FolderIndex:
         self._lock.release()
 
     def after_fork_in_child(self) -> None:
-        """Replace the lock. A thread of the parent, which the child lacks, may hold the old one."""
+        """Replace the lock: the old one may be held by a thread that exists only in the parent."""
         if self._database is not None:  # closing it could remove a file that the parent uses
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._database))
         self._lock, self._database = threading.Lock(), None

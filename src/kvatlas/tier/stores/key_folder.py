@@ -52,10 +52,8 @@ class KeyFolder:
                 new.unlink(missing_ok=True)
             sync_folder(self.path)
         except OSError as fault:
-            problem, hint = (
-                "The key of the tenant cannot be written",
-                "Check the folder. Do not replace an existing key: stored rows need it",
-            )
+            problem = "The key of the tenant cannot be written"
+            hint = "Check the folder's permissions, and keep an existing key: stored rows need it"
             raise AtlasError(Code.UNWRITABLE, problem, got=str(fault), hint=hint) from None
         return path
 
@@ -82,13 +80,14 @@ class KeyFolder:
             ) from None
         if mode & _OF_OTHERS:
             got = f"{path} with mode {mode & 0o777:03o}"
-            raise _unreadable(got, "Let only its owner read the key: chmod 600")
+            raise _unreadable(got, "Allow only the owner of the file to access it: chmod 600")
         if len(found) != KEY:
             size = f"{len(found)} bytes" if len(found) < KEY else f"more than {KEY} bytes"
-            hint = f"Use a key of {KEY} bytes, such as KeyFolder.create makes"
+            hint = f"Restore the tenant's key of {KEY} bytes, which KeyFolder.create wrote"
             raise _unreadable(f"{path} of {size}", hint)
         return found
 
 
 def _unreadable(got: str, hint: str) -> AtlasError:
-    return AtlasError(Code.ROW_UNREADABLE, "An encrypted row cannot be read", got=got, hint=hint)
+    problem = "The key that encrypts the rows of a tenant cannot be used"
+    return AtlasError(Code.ROW_UNREADABLE, problem, got=got, hint=hint)

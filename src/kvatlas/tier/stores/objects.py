@@ -35,10 +35,10 @@ class BucketStore(ObjectStore):
     """Objects below a prefix of a bucket: `BucketStore("s3://bucket/prefix", region="eu-west-1")`.
 
     A call for one object takes at most `timeout` seconds. `options` are options of `obstore`, such
-    as `endpoint`, `region` and `skip_signature`. Credentials are taken from the environment, as the
-    tools of the service do. The bucket must exist. It should delete objects by age, because this
-    store never evicts. After the first request to any bucket, forked children of the process cannot
-    make requests: calls raise an error there.
+    as `endpoint`, `region` and `skip_signature`. Credentials are read from the environment, like
+    those of the service's own tools. The bucket must exist. It should delete objects by age,
+    because this store never evicts. After the first request to any bucket, forked children of the
+    process cannot make requests: their calls raise an error.
     """
 
     def __init__(self, where: str, *, timeout: float = 5.0, **options: Any) -> None:

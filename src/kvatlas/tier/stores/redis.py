@@ -1,9 +1,9 @@
 """`RedisStore`: objects in Redis or Valkey.
 
-All objects of one key of the tier are fields of one hash in Redis. The objects' names, which are
-words separated by slashes, have the same first four words, and these are the name of the hash.
-Redis therefore evicts whole rows, and removing a key is one command. Configure `maxmemory` and a
-policy such as `allkeys-lru` in the server.
+All objects of one key of the tier are fields of one hash in Redis. An object's name consists of
+words separated by slashes. The first four words are equal for all objects of a key, and are the
+name of the hash. Redis therefore evicts whole rows, and removing a key is one command. Configure
+`maxmemory` and a policy such as `allkeys-lru` in the server.
 """
 
 from __future__ import annotations
