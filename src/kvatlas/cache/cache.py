@@ -48,7 +48,7 @@ class LayerCache:
     def spec_as(self, kind: type[_S]) -> _S:
         """Return the layer's spec, which must be an instance of `kind`."""
         if not isinstance(self.spec, kind):
-            problem = f"The spec of {self.name} must be a {kind.__name__}"
+            problem = f"The spec of {self.name} must be of type {kind.__name__}"
             got, hint = type(self.spec).__name__, "Call a kernel that supports this spec"
             raise AtlasError(Code.BAD_SPEC, problem, got=got, hint=hint)
         return self.spec

@@ -104,7 +104,7 @@ def view(buffer: torch.Tensor, placement: Placement, dtype: torch.dtype) -> torc
         raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
     if placement.stop > buffer.numel():
         got = f"bytes up to {placement.stop} in a pool of {buffer.numel()} bytes"
-        hint = "Allocate as many bytes as the plan's pool has"
+        hint = "Allocate the size of the pool in the plan, `pool.nbytes`"
         raise AtlasError(Code.OUT_OF_BOUNDS, got=got, hint=hint)
     if any(step % item for step in (placement.offset, *placement.strides)):
         raise AtlasError(

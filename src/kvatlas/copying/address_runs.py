@@ -205,7 +205,7 @@ def convert_address_runs(
 
 
 def can_convert(cast: ElementCast, device: torch.device) -> bool:
-    """Whether `convert_address_runs` supports both element types of `cast` on a device."""
+    """Return whether `convert_address_runs` supports both element types of `cast` on a device."""
     converts: bool = _launcher().converts(cast, device)
     return converts
 

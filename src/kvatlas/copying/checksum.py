@@ -28,5 +28,5 @@ def crc32(data: Summed, start: int = 0) -> int:
 
 
 def has_fast_crc32() -> bool:
-    """Whether checksums are computed by ISA-L."""
+    """Return whether checksums are computed by ISA-L."""
     return _fastest() is not zlib.crc32

@@ -97,7 +97,7 @@ class CudaDriver(ABC):
 
     @abstractmethod
     def finished(self, device: int, event: int) -> bool:
-        """Whether the work before the last recording of an event has completed."""
+        """Return whether the work before the last recording of an event has completed."""
 
     @abstractmethod
     def recorder(self, device: int, stream: int) -> Callable[[int], None]:
@@ -308,7 +308,7 @@ class LibCuda(CudaDriver):
             self._call("cuEventSynchronize", ctypes.c_void_p(event))
 
     def finished(self, device: int, event: int) -> bool:
-        """Whether the work before the last recording of an event has completed. Does not wait."""
+        """Return at once whether the work before the last recording of an event has completed."""
         with self.on(device):
             code = self._looks.cuEventQuery(event)
         if code not in (0, _NOT_READY):

@@ -85,7 +85,7 @@ class DeviceMarks:
             self.board.tell_done(number)
 
     def passed(self, number: int) -> bool:
-        """Whether the work before mark `number` has completed."""
+        """Return whether the work before mark `number` has completed."""
         return number <= self.done or self._driver.finished(self._device, self.event(number))
 
     def event(self, number: int) -> int:

@@ -62,7 +62,7 @@ class Posted(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether the device has completed the copies. Raises an error if the device has failed."""
+        """Return whether the device has completed the copies; raise an error if it has failed."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -85,7 +85,7 @@ class DeviceQueue(ABC):
         """Queue copy operations for all runs, without waiting for their completion."""
 
     def converts(self, cast: ElementCast) -> bool:
-        """Whether runs with this cast can be posted."""
+        """Return whether runs with this cast can be posted."""
         del cast
         return False
 

@@ -36,7 +36,7 @@ def gather(copies: Sequence[Copy], pools: Mapping[int, Bytes], stream: Bytes) ->
 
 
 def scatter(copies: Sequence[Copy], stream: Bytes, pools: Mapping[int, Bytes]) -> int:
-    """Scatter `stream` to the target runs of `copies` in `pools`. Return the number of bytes."""
+    """Scatter `stream` to the destination runs of `copies` in `pools`. Return the byte count."""
     done = 0
     for copy in copies:
         _, destination, length = copy.runs()

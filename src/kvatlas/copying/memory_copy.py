@@ -64,7 +64,7 @@ def memory_of(pools: Any) -> dict[int, Memory]:
     """
     given = getattr(pools, "pools", pools)
     if not isinstance(given, Mapping):
-        raise _cannot_register("this value", f"a value of type {type(given).__name__}")
+        raise _cannot_register("the argument", f"a value of type {type(given).__name__}")
     return {index: _memory_of(index, pool) for index, pool in given.items()}
 
 
@@ -83,7 +83,7 @@ def _memory_of(index: int, pool: Any) -> Memory:
 
 
 def is_on_gpu(pools: Any) -> bool:
-    """Whether pools, as accepted by `memory_of`, are in GPU memory.
+    """Return whether pools, as accepted by `memory_of`, are in GPU memory.
 
     >>> is_on_gpu({0: np.zeros(8)}), is_on_gpu({0: Memory(64, 8, "cuda:0")}), is_on_gpu(None)
     (False, True, False)
@@ -105,7 +105,7 @@ def device_of(tensor: Any) -> str:
 
 
 def _cannot_register(what: str, got: object) -> AtlasError:
-    problem = f"{what[0].upper()}{what[1:]} cannot be registered with a transport"
+    problem = f"{what[0].upper()}{what[1:]} cannot be used as memory for copies"
     hint = "Pass a Cache, or map each pool index to a contiguous array or tensor, or to a Memory"
     return AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
 
@@ -144,7 +144,7 @@ def copy_runs(
 def copy_runs_unchecked(
     source: Bytes, destination: Bytes, source_at: Places, destination_at: Places, length: Int64s
 ) -> Steps:
-    """`copy_runs` without bounds checks, for runs that are known to be inside both buffers."""
+    """Copy runs like `copy_runs`, without bounds checks. All runs must be inside both buffers."""
     if not len(length):
         return
     if one_length(length):
@@ -168,7 +168,7 @@ def copy_runs_unchecked(
 
 
 def one_length(length: Int64s) -> bool:
-    """Whether all runs have the same length. There must be at least one run."""
+    """Return whether all runs have the same length. There must be at least one run."""
     return length.strides == (0,) or bool((length == length[0]).all())
 
 

@@ -48,7 +48,7 @@ def copy_nested(source: Bytes, destination: Bytes, places: NestedSteps, length: 
 def copy_nested_unchecked(
     source: Bytes, destination: Bytes, places: NestedSteps, length: int
 ) -> None:
-    """`copy_nested` without bounds checks, for runs that are known to be inside both buffers."""
+    """Copy runs like `copy_nested`, without bounds checks: runs must be inside both buffers."""
     steps = places.steps
     if len(places.source) > _FEW_CALLS and prod(one.times for one in steps) < _WORTH_A_CALL:
         source_at, destination_at = places.written_out(steps)  # too irregular for strides

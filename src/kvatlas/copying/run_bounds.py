@@ -31,7 +31,7 @@ def check_runs(
     >>> check_runs(np.array([0, 60]), np.array([8, 8]), np.zeros(64, np.uint8))
     Traceback (most recent call last):
     kvatlas.errors.AtlasError: A byte range extends outside the buffer. Got runs of 8 to 8 bytes \
-that start at 0..60, in 64 bytes. Pass pools by index, each as large as in the plan. \
+that start at 0..60, in a buffer of 64 bytes. Pass pools by index, each as large as in the plan. \
 [out_of_bounds]
     """
     _check_buffer(buffer, written=written)
@@ -41,7 +41,7 @@ that start at 0..60, in 64 bytes. Pass pools by index, each as large as in the p
             Code.BAD_SIZE,
             "Each run needs one start and one length",
             got=f"{len(at)} starts, {len(length)} lengths",
-            hint="Pass as many starts as lengths",
+            hint="Pass two arrays of the same length",
         )
     if not len(at):
         return at, length
@@ -52,7 +52,9 @@ that start at 0..60, in 64 bytes. Pass pools by index, each as large as in the p
     # Lengths are subtracted from the size, not added to the starts: large sums wrap around.
     if int(at.min()) < 0 or not (at <= nbytes - length).all():
         runs = f"runs of {length.min()} to {length.max()} bytes"
-        raise _outside_buffer(f"{runs} that start at {at.min()}..{at.max()}, in {nbytes} bytes")
+        raise _outside_buffer(
+            f"{runs} that start at {at.min()}..{at.max()}, in a buffer of {nbytes} bytes"
+        )
     return at, length
 
 
@@ -79,7 +81,7 @@ def check_nested(
     )
     if len(ends[0][0]) != len(ends[1][0]):
         got = f"{len(ends[0][0])} at the source, {len(ends[1][0])} at the destination"
-        hint = "Pass as many source starts as destination starts"
+        hint = "Pass two arrays of starts with the same length"
         problem = "Each run needs one source start and one destination start"
         raise AtlasError(Code.BAD_SIZE, problem, got=got, hint=hint)
     for firsts, reach, buffer, written in ends:
@@ -90,7 +92,9 @@ def check_nested(
         first = int(firsts.min()) + sum(min(0, far) for far in reach)
         stop = int(firsts.max()) + sum(max(0, far) for far in reach) + nbytes
         if first < 0 or stop > len(buffer):
-            raise _outside_buffer(f"runs in {first}..{stop - 1} of {len(buffer)} bytes")
+            raise _outside_buffer(
+                f"runs in bytes {first}..{stop - 1} of a buffer of {len(buffer)} bytes"
+            )
     return NestedSteps(ends[0][0], ends[1][0], places.steps)
 
 

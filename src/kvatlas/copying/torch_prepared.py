@@ -57,7 +57,7 @@ class LaunchDriver(Protocol):
         """Wait for the work before the last recording of an event."""
 
     def finished(self, device: int, event: int) -> bool:
-        """Whether the work before the last recording of an event has completed."""
+        """Return whether the work before the last recording of an event has completed."""
 
     def record(self, event: int, stream: int) -> None:
         """Record an event on a stream."""
@@ -110,7 +110,7 @@ class LaunchQueue(Protocol):
         """Return the scales of `cast` in device memory, for starts that `placed` returned."""
 
     def on_stream(self) -> AbstractContextManager[None]:
-        """A context in which the stream is current."""
+        """Return a context in which the stream is current."""
 
     def pinned(self, nbytes: int) -> Any:
         """Allocate host memory that the GPU can access."""
@@ -278,7 +278,7 @@ class PostedTable(Posted):
         self._looks = 0
 
     def done(self) -> bool:
-        """Whether the device has completed the copy."""
+        """Return whether the device has completed the copy."""
         table = self._table
         if table is None:
             return True
@@ -317,7 +317,7 @@ def group_ids(patterns: Sequence[AddressPattern]) -> list[GroupIds]:
 
 
 def fits(patterns: Sequence[AddressPattern]) -> bool:
-    """Whether the patterns use block ids, and all of these ids fit into one `RequestTable`."""
+    """Return whether patterns use block ids, and all of these ids fit into one `RequestTable`."""
     tables = group_ids(patterns)
     return bool(tables) and tables[-1].first + tables[-1].blocks <= MOST_IDS
 

@@ -109,7 +109,7 @@ class TorchQueue(DeviceQueue):
             return self._launch(runs, choice)
 
     def converts(self, cast: ElementCast) -> bool:
-        """Whether the device supports both element types of `cast`."""
+        """Return whether the device supports both element types of `cast`."""
         from kvatlas.copying.address_runs import can_convert
 
         return can_convert(cast, self._device)
@@ -179,7 +179,7 @@ class TorchQueue(DeviceQueue):
 
     @contextmanager
     def _posting(self) -> Iterator[None]:
-        """A context in which the queue stays open; raise an error if it is closed already."""
+        """Keep the queue open during the context. Raises an error if it is already closed."""
         with self.lock:
             self._check_open()
             yield
@@ -212,7 +212,7 @@ class TorchQueue(DeviceQueue):
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """A context in which the queue's stream is current."""
+        """Make the queue's stream current during the context."""
         import torch
 
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
@@ -249,7 +249,7 @@ class TorchQueue(DeviceQueue):
 
     @contextmanager
     def _no_launch_left_behind(self) -> Iterator[None]:
-        """A context that waits for all launches of the queue if the `with` block fails."""
+        """Wait for all launches of the queue if the context ends with an error."""
         try:
             yield
         except BaseException:
@@ -342,7 +342,7 @@ class TorchPosted(Posted):
         self._event: Any = stream.record_event()
 
     def done(self) -> bool:
-        """Whether the stream has completed the work."""
+        """Return whether the stream has completed the work."""
         return bool(self._event.query())
 
     def wait(self) -> None:

@@ -21,9 +21,10 @@ _MOST_RUNS = 1 << 16
 
 
 class UnusedBytes(NamedTuple):
-    """A range of bytes of a cell that nothing uses.
+    """A range of bytes of a block that nothing uses.
 
-    `cell` counts the cells of the block, and `start` bytes from the start of the cell. The range
+    A block consists of equal cells (parts of the pool, not the cells of a page). `cell` is the
+    index of a cell in the block, and `start` is the offset of the range in the cell. The range
     follows a run of page `page`, or precedes it if the page is the first of the cell. `inside` is
     true if the range is between two runs, and not at an end of the cell.
     """

@@ -176,7 +176,7 @@ class Sharding:
     def replicas(self, tp: int) -> int:
         """Return how many of `tp` ranks hold the same row.
 
-        If this number differs between sections, return the smallest of them.
+        If this number differs between sections, return the smallest number.
 
         >>> Sharding.by_heads(2).replicas(8), Sharding.replicated().replicas(8)
         (4, 8)
@@ -289,7 +289,8 @@ class Field:
     def follows(self, other: Field) -> bool:
         """Return whether the rows of this field directly follow the rows of `other`.
 
-        Returns False unless both fields have contiguous rows, and equal axes apart from the row.
+        This requires that both fields have contiguous rows, and that all their other axes are
+        equal.
 
         >>> cells, one = FieldAxis("N", 4, "C", 8), DType.of("uint8")
         >>> scale = Field("scale", one, (cells, FieldAxis("C", 7, "C")))

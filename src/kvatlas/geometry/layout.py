@@ -106,9 +106,9 @@ class Layout:
         """
         fixed = strides or {}
         if sorted(sizes) != sorted(AXES):
-            problem = "Sizes must be given for the axes L, B, H, N and C"
+            problem = "Sizes must be given for exactly the axes L, B, H, N and C"
             got = f"sizes for {', '.join(sorted(sizes)) or 'no axis'}"
-            hint = "Pass all five sizes; pass 1 for an unused axis"
+            hint = "Pass these five sizes; pass 1 for an unused axis"
             raise AtlasError(Code.UNKNOWN_AXIS, problem, got=got, hint=hint)
         if unknown := sorted(set(fixed) - set(AXES)):
             raise AtlasError(

@@ -88,10 +88,10 @@ def _pool_strides(
 
 
 def shared_pages(layout: Layout, page_bytes: int, *, blocks: int, width: int) -> PoolPosition:
-    """Return the position of page slots that layers of several kinds share.
+    """Return the position of pages that layers of several kinds share.
 
-    A slot has `page_bytes` bytes and holds a page of any of these layers. A block has `width`
-    bytes.
+    A shared page has `page_bytes` bytes, and stores a page of one of these layers at a time. A
+    block has `width` bytes.
     """
     if layout.block_outermost:
         return PoolPosition(0, page_bytes, width)
@@ -110,9 +110,10 @@ def pack_positions(
 ) -> list[tuple[int, PoolPosition]]:
     """Return (number of pages, position) of each region that stores some of `count` small pages.
 
-    The pages are stored in larger page slots, `pack` pages in each slot. `shared` is the position
-    of the slots. In layouts that start with B, all pages are in one region, along axis L. In other
-    layouts, each slot is a separate region with up to `pack` pages per block.
+    The small pages are stored in larger shared pages, `pack` of them in each. `shared` is the
+    position of the shared pages. In layouts that start with B, all small pages are in one region,
+    along axis L. In other layouts, each shared page is a separate region with up to `pack` small
+    pages per block.
     """
     if layout.block_outermost:
         pack_pages = PageSet(page, count, page.nbytes)

@@ -94,17 +94,18 @@ def _refuse_shared_bytes(parts: Mapping[str, Placement]) -> None:
 
 
 def refuse_unlike_steps(parts: Mapping[str, Placement]) -> None:
-    """Raise an error unless parts are apart by a rule that needs no search.
+    """Raise an error unless a simple rule, without a search, shows that no two parts share bytes.
 
-    Parts whose ranges of bytes overlap must have the same outermost axis, fit into one step of it,
-    and be apart in the same way without it. Parts that share no bytes in another way are refused
-    as well: every reader of the exchange format applies this rule.
+    Parts whose address ranges overlap must have the same outermost axis and fit into one step of
+    this axis. The rule must then hold again for one step, that is, without this axis. Parts that
+    break the rule are rejected even if they share no bytes, because every reader of the exchange
+    format applies the same rule.
 
     >>> k = Placement.packed([("N", 4), ("C", 8)], strides={"N": 16})
     >>> refuse_unlike_steps({"k": k, "v": k.shift(8)})
     >>> refuse_unlike_steps({"k": k, "v": k.shift(4)})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    kvatlas.errors.AtlasError: Two parts or two coordinates share bytes. Got k and v. ...
+    kvatlas.errors.AtlasError: Parts that interleave must fit into one step ... Got k and v. ...
     """
     for names in _neighbours(parts):
         own = {name: parts[name] for name in names}
@@ -118,8 +119,10 @@ def refuse_unlike_steps(parts: Mapping[str, Placement]) -> None:
         span -= min(part.offset for part in inner.values())
         step = steps.pop()
         if steps or step is None or span > step[1]:
+            problem = "Parts that interleave must fit into one step of the same outermost axis"
             hint = "Move or shrink one of them, or give both the same outer axes"
-            raise AtlasError(Code.OVERLAP, got=" and ".join(names[:2]), hint=hint)
+            got = " and ".join(names[:2])
+            raise AtlasError(Code.OVERLAP, problem, got=got, hint=hint)
         refuse_unlike_steps(inner)
 
 
@@ -190,7 +193,7 @@ def _first_hole(parts: Mapping[str, Placement]) -> str:
 def keeps_to_its_blocks(placement: Placement, cell: int, blocks: int) -> bool:
     """Return whether every block of a placement uses only its own part of the buffer.
 
-    The buffer is divided into slots of `cell` bytes, and slot i belongs to block i % blocks.
+    The buffer is divided into segments of `cell` bytes, and segment i belongs to block i % blocks.
     If the result is true for all groups that overlay each other in a pool, these groups can hold
     different blocks at the same time.
 
@@ -218,9 +221,9 @@ def keeps_to_its_blocks(placement: Placement, cell: int, blocks: int) -> bool:
 
 
 def stays_in_its_cell(placement: Placement, cell: int, blocks: int) -> bool:
-    """Return whether the strides show that each block stays in one slot of `cell` bytes.
+    """Return whether the strides show that each block stays in one segment of `cell` bytes.
 
-    It is a sufficient condition for `keeps_to_its_blocks`, and needs no search.
+    If the result is true, `keeps_to_its_blocks` is true as well. This check needs no search.
     """
     # Strides that are multiples of cell * blocks stay in the same block; the sum of all
     # other steps must stay inside one cell.

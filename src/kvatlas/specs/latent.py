@@ -261,7 +261,7 @@ class Ring(_ReplicatedRows, frozen=True, kw_only=True, tag="ring"):
             raise bad_spec(
                 "A ring must be large enough for a group",
                 f"{self.rows} rows for groups of {self.group} tokens",
-                "Pass at least group as rows=",
+                "Pass rows= of at least the group size",
             )
         return self.rows
 
@@ -325,10 +325,10 @@ def compressed_latent(
 ) -> dict[str, Spec]:
     """Return the specs, by name, of a DeepSeek-V4 layer that stores one state for `ratio` tokens.
 
-    With ratio 4, compression windows overlap: the compressor covers twice as many tokens and
-    keeps two sums per token, and there is an indexer with a separate compressor. With ratio
-    128, they do not overlap, and there is no indexer. With ratio 0, the layer caches only the
-    rows of its sliding window.
+    With ratio 4, compression windows overlap: the compressor covers 8 tokens and keeps two sums
+    per token, and there is an indexer with a separate compressor. With ratio 128, compression
+    windows do not overlap, and there is no indexer. With ratio 0, the layer caches only the rows
+    of its sliding window.
 
     >>> {name: spec.page(256).states for name, spec in compressed_latent(128).items()}
     {'swa': 256, 'attn': 2, 'compressor': 256}

@@ -2,7 +2,8 @@
 
 A row is one block of the tier. A route is bound once, to `RowNumbers`. The runs of each row are
 then translated to the row's address in staging memory. A copy may describe many runs by spans and
-starts (see `Copy.starts`). They are not expanded: each row has only a few of the spans.
+starts (see `Copy.starts`). Such a copy is not expanded to single runs, because each row has only a
+few of the copy's spans.
 """
 
 from __future__ import annotations
