@@ -211,6 +211,25 @@ def test_a_plan_for_a_chip_that_vllm_refuses_has_a_warning() -> None:
             assert not plan(name, policy=f"vllm@{release}", chip="sm90", **ask).warnings
 
 
+def test_nvfp4_caches_that_vllm_refuses_have_a_warning() -> None:
+    """FlashInfer reads nvfp4 caches of heads of 64 on SM100 only; 0.31 reads no others either."""
+    refused = {
+        (release, name, chip)
+        for release in RELEASES
+        for name in ("gpt-oss-20b", "Qwen3-8B")
+        for chip in ("sm80", "sm90", "sm100", "sm120")
+        for made in [
+            plan(name, memory="20GiB", kv_dtype="nvfp4", policy=f"vllm@{release}", chip=chip)
+        ]
+        if any(f"refuses this model on {chip}" in text for text in made.warnings)
+    }
+    others = ("sm80", "sm90", "sm120")
+    assert refused == {
+        *((release, "gpt-oss-20b", chip) for release in RELEASES for chip in others),
+        *(("0.31", "Qwen3-8B", chip) for chip in others),
+    }
+
+
 def test_rules_that_were_not_compared_with_vllm_are_a_warning() -> None:
     ask: dict[str, Any] = {"memory": "140GiB", "tp": 8}
     words = "were not compared with vLLM's own plans"

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from kvatlas.models import Model
 from kvatlas.planning.engine_rules import (
     CHIPS,
-    NEWEST,
     RECORDED,
     EngineRules,
     PrefillCheckpoint,
@@ -65,14 +64,16 @@ def chip_warnings(request: PlanRequest) -> Iterator[str]:
     Either vLLM refuses a backend of the model on this chip, or no plan of vLLM for this chip is
     known, or vLLM's plan depends on the chip and the caller passed no chip.
     """
-    used = dict.fromkeys(b.name for b in request.backends.values() if b)
-    refused = [name for name in used if request.rules.refuses(name, request.chip)]
+    layers = [(request.backends[layer.name], layer.spec) for layer in request.model.layers]
+    used = dict.fromkeys((backend.name, spec) for backend, spec in layers if backend)
+    found = ((name, request.rules.lacking(name, request.chip, spec)) for name, spec in used)
+    refused = {name: rule for name, rule in found if rule is not None}
     if refused:
         release, named = f"vLLM {request.rules.version}", ", ".join(refused)
-        if any(NEWEST.refuses(name, request.chip) for name in refused):
+        if any(rule.chips for rule in refused.values()):
             yield (
                 f"{release} refuses this model on {request.chip}, where it has no kernels of "
-                f"{named}. The plan is that of another chip."
+                f"{named} for these caches. The plan is that of another chip."
             )
         else:
             yield (

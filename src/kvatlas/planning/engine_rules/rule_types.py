@@ -77,6 +77,18 @@ class MissingKernels(msgspec.Struct, frozen=True, kw_only=True):
     chips: tuple[str, ...] = ()
     """Empty for every chip: the release does not have the backends."""
     backends: tuple[str, ...]
+    head_dims: tuple[int, ...] = ()
+    """Head sizes without a kernel; empty for all."""
+    caches: tuple[str, ...] = ()
+    """Cache dtypes without a kernel; empty for all."""
+
+    def concerns(self, backend: str, chip: str | None, spec: Spec) -> bool:
+        """Return whether a layer's kernels are missing on a chip."""
+        if backend not in self.backends or (self.chips and chip not in self.chips):
+            return False
+        if self.head_dims and getattr(spec, "head_dim", None) not in self.head_dims:
+            return False
+        return not self.caches or getattr(spec, "cache", "auto") in self.caches
 
 
 class EngineRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,8 +121,6 @@ class EngineRules(msgspec.Struct, frozen=True, kw_only=True):
         choice = next(found, None)
         return choice.backend if choice else name
 
-    def refuses(self, backend: str, chip: str | None) -> bool:
-        """Return whether the engine refuses layers of this backend on a chip."""
-        return any(
-            backend in one.backends and (not one.chips or chip in one.chips) for one in self.missing
-        )
+    def lacking(self, backend: str, chip: str | None, spec: Spec) -> MissingKernels | None:
+        """Return the rule by which the engine refuses a layer of a backend on a chip, or None."""
+        return next((one for one in self.missing if one.concerns(backend, chip, spec)), None)

@@ -82,11 +82,14 @@ V41_BACKENDS = (
     ),
 )
 """The backends of DeepSeek-V4.1 on Hopper."""
+NVFP4 = MissingKernels(
+    chips=(*AMPERE, *HOPPER, *CONSUMER_BLACKWELL), backends=("FLASHINFER",), caches=("nvfp4",)
+)
 RULES = EngineRules(
     version="0.31",
     checkpoints=(FLASHKDA,),
     backends=(*V41_BACKENDS, *BACKENDS, FEW_HEADS, BLACKWELL_SPARSE),
-    missing=(*MISSING, RINGS),
+    missing=(*MISSING, NVFP4, RINGS),
     multiple_of_all_backends=False,
     whole_kernel_blocks=False,
     rounds_each_layer=False,

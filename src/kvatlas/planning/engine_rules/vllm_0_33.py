@@ -19,7 +19,7 @@ from kvatlas.planning.engine_rules.vllm_0_31 import (
     SPARSE_MLA,
     V41_BACKENDS,
 )
-from kvatlas.planning.engine_rules.vllm_0_32 import MAMBA2
+from kvatlas.planning.engine_rules.vllm_0_32 import MAMBA2, NVFP4_64
 
 _QWEN = ("Qwen3Next", "Qwen3_5", "Qwen4Exp")
 _BOUNDED = msgspec.structs.replace(FLASHKDA, architectures=("KimiK3", "Glm5Next"))
@@ -72,5 +72,5 @@ RULES = EngineRules(
         msgspec.structs.replace(FEW_HEADS, backend="FLASH_ATTN_MLA_SPARSE_FA4"),
         BLACKWELL_SPARSE,
     ),
-    missing=(*MISSING, _NO_STEP5, _NO_V41),
+    missing=(*MISSING, NVFP4_64, _NO_STEP5, _NO_V41),
 )
