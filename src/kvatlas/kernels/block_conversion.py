@@ -26,7 +26,7 @@ def convert_blocks(
     source_scales: TensorScales = _ONE,
     destination_scales: TensorScales = _ONE,
 ) -> None:
-    """Convert blocks `ids` of the source into blocks `places` of the target.
+    """Convert blocks `ids` of the source into blocks `places` of the destination.
 
     Both layers must have rows (K and V, or latents) of the same sizes, and the same number of
     tokens per block; their formats may differ. On a GPU, one kernel converts element-wise formats
@@ -47,7 +47,7 @@ def convert_blocks(
     if states[0] != states[1]:
         problem = "Both layers must have the same number of states per block"
         hint = "Use kvatlas.route, which converts between block sizes"
-        got = f"{states[0]} and {states[1]}"
+        got = f"{states[0]} and {states[1]} states"
         raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
     within = torch.arange(states[0], device=ids.device)
     slots, into = ((some[:, None] * states[0] + within).flatten() for some in (ids, places))

@@ -21,7 +21,7 @@ from kvatlas.kernels.table_checks import check_pairs, race
 def copy_blocks(
     source: LayerCache, ids: torch.Tensor, destination: LayerCache, places: torch.Tensor
 ) -> None:
-    """Copy blocks `ids` of the source to blocks `places` of the target, across layouts.
+    """Copy blocks `ids` of the source to blocks `places` of the destination, across layouts.
 
     A cell is all bytes of one head and token. Whole cells are copied if fields (K, V, scales) have
     the same offsets in the cells of both layers. Otherwise each field is copied separately.
@@ -58,8 +58,8 @@ def gather_blocks(
     if out is None:
         out = fresh
     elif (out.dtype, out.shape, out.stride()) != (fresh.dtype, fresh.shape, fresh.stride()):
-        problem = "`out` must be bytes [blocks, H, N, C] in the order of the layer's pages"
-        got = f"{out.dtype} of shape {tuple(out.shape)} and strides {out.stride()}"
+        problem = f"`out` must be uint8 of shape {tuple(fresh.shape)}, strides {fresh.stride()}"
+        got = f"{out.dtype} of shape {tuple(out.shape)}, strides {out.stride()}"
         hint = "Omit `out`, or pass the result of an earlier call"
         raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
     if ids.numel():

@@ -109,8 +109,8 @@ def _look_up(
 ) -> None:
     """Convert elements `given` of type `one` to type `two`, and write them to `into`.
 
-    `scales` are the scales of the two types, which have at most 16 bits. This uses a lookup table,
-    because a numpy lookup is faster on a CPU than fp8 casts in torch.
+    Both types have at most 16 bits. `scales` contains the scale of each type. The elements are
+    converted with a lookup table: a numpy lookup is faster on a CPU than fp8 casts in torch.
     """
     table = _table(one, two, *scales)
     codes: NDArray[Any] = given.view(_WORDS[one.item]).numpy().view(f"u{one.item}")

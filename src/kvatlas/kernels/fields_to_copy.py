@@ -28,7 +28,7 @@ def placements_to_copy(source: LayerCache, target: LayerCache) -> list[tuple[Pla
 
 
 def cells_alike(source: LayerCache, target: LayerCache) -> bool:
-    """Whether whole cells can be copied: both layers have the same fields at the same offsets.
+    """Return whether whole cells can be copied: both layers have equal fields at equal offsets.
 
     A cell is all bytes of one head and token. If a field spans a whole page, both layers must also
     have the same head stride and the same token stride.

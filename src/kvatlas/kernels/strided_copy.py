@@ -116,7 +116,7 @@ def _one_sided(
 
 
 def as_runs(array: NDArray[Any]) -> NDArray[np.void]:
-    """View the contiguous last axis as one element, which numpy copies with memcpy.
+    """View the contiguous last axis of an array as one element, which numpy copies with memcpy.
 
     >>> as_runs(np.zeros((3, 4, 8), np.int64)[:, ::2]).dtype, as_runs(np.zeros((3, 8))).shape
     (dtype('V64'), (3,))

@@ -160,7 +160,7 @@ def decode_latent(
 
 
 def _rope_scaled(spec: LatentAttention) -> bool:
-    """Whether the rotary part is quantised together with the latent, as in DeepSeek-V4.1."""
+    """Return whether the rotary part is quantised together with the latent, as in DeepSeek-V4.1."""
     return spec.version == "v4.1"
 
 

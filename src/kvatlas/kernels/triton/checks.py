@@ -12,7 +12,7 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 def debugging() -> bool:
-    """Whether `KVATLAS_DEBUG=1` enables checks of values on the device, such as block ids."""
+    """Return whether `KVATLAS_DEBUG=1` enables checks of device values, such as block ids."""
     return os.environ.get("KVATLAS_DEBUG", "0") not in ("", "0")
 
 
@@ -47,14 +47,14 @@ def integers(tensor: torch.Tensor, name: str, *, axes: int) -> None:
     if tensor.dtype not in _INTEGERS or not tight:
         raise AtlasError(
             Code.BAD_TENSOR,
-            f"{name} must be int32 or int64 with {axes} axes, the last one contiguous",
+            f"`{name}` must be a {axes}-dimensional tensor of int32 or int64 with contiguous rows",
             got=f"{tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}",
             hint="Pass a contiguous tensor of int32 or int64",
         )
 
 
 def last_is_tight(tensor: torch.Tensor) -> bool:
-    """Whether the last axis is contiguous.
+    """Return whether the last axis is contiguous.
 
     >>> rows = torch.zeros(4, 6)
     >>> last_is_tight(rows), last_is_tight(rows[:, :3]), last_is_tight(rows.T)
@@ -86,11 +86,12 @@ def rows_of(tensor: torch.Tensor, name: str, shape: tuple[int | None, ...]) -> N
         and all(want is None or want == n for want, n in zip(shape, given, strict=True))
     )
     if not fits or not tensor.is_floating_point() or tensor.stride(-1) != 1:
+        wanted = str(shape).replace("None", "any")
         raise AtlasError(
             Code.BAD_TENSOR,
-            f"{name} must be floating point, of shape {shape}, with a contiguous last axis",
+            f"`{name}` must be floating point, of shape {wanted}, with a contiguous last axis",
             got=f"{tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}",
-            hint="Pass contiguous rows or slices of a fused projection, not transposed rows",
+            hint="Pass rows or slices of a fused projection in this shape, but not transposed rows",
         )
 
 
@@ -107,7 +108,7 @@ def apart(tensor: torch.Tensor, name: str) -> None:
         if stride < reach:
             raise AtlasError(
                 Code.BAD_TENSOR,
-                f"Rows of {name} must not share memory",
+                f"Rows of `{name}` must not share memory",
                 got=f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
                 hint="Pass a tensor without expanded or overlapping axes",
             )

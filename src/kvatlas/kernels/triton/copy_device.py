@@ -71,9 +71,10 @@ def copy_rows(
     source, target, blocks, layers, SHAPE: tl.constexpr, TILING: tl.constexpr, TABLE: tl.constexpr,
     FILL: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows of words that are contiguous in both source and target; if `FILL`, write zeros.
+    """Copy rows of words that are contiguous in both source and target.
 
-    Rows are numbered by block, then along three axes; a program processes several at a time.
+    If `FILL` is set, write zeros to the target instead. Rows are numbered by block, then along
+    three axes; a program processes several at a time.
     """
     SIZES: tl.constexpr = SHAPE.sizes
     WORD: tl.constexpr = SHAPE.word

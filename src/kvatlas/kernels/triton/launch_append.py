@@ -1,8 +1,8 @@
 """Append new tokens to the cache and gather all tokens that attention sees, in one launch.
 
-A model step repeats this for every layer, and preparing a launch in Python takes longer than the
-launch itself. Launch parameters that depend only on the step are therefore computed for the first
-layer and cached. Parameters that depend only on the layer are computed in its first step and
+A model step needs one launch for every layer, and preparing a launch in Python takes longer than
+the launch itself. Launch parameters that depend only on the step are therefore computed for the
+first layer and cached. Parameters that depend only on the layer are computed in its first step and
 cached.
 """
 
@@ -104,7 +104,7 @@ class TableAppend:
     def __init__(
         self, tables: torch.Tensor, *, block: int, start: int, count: int, first: int, visible: int
     ) -> None:
-        checks.integers(tables, "Tables", axes=2)
+        checks.integers(tables, "tables", axes=2)
         if len(tables) > _MOST_SEQUENCES:
             problem = f"append_step supports at most {_MOST_SEQUENCES:,} sequences"
             hint = "Split the batch and call append_step for each part"

@@ -171,8 +171,8 @@ def fold_conversion(
     a, b = fold_together(*(end.select("B", 0) for end in ends))
     axes = list(zip(a.sizes, a.strides, b.strides, strict=True))
     if len(axes) > 3:
-        problem = "After merging contiguous axes, at most three may remain besides the block axis"
-        got = f"{len(axes)} axes from {source} to {target}"
+        problem = "A conversion supports at most three axes, after contiguous axes are merged"
+        got = f"{len(axes)} axes besides the block axis, from {source} to {target}"
         hint = "Convert K and V separately, or read the rows and write them to the target"
         raise AtlasError(Code.NOT_FOLDABLE, problem, got=got, hint=hint)
     axes = [(1, 0, 0)] * (3 - len(axes)) + axes

@@ -73,7 +73,7 @@ class FoldedCopy(NamedTuple):
 
 
 class CopyTiling(NamedTuple):
-    """How a launch is divided into tiles; a compile-time constant."""
+    """The division of a launch into tiles; a compile-time constant."""
 
     rows: int
     columns: int
@@ -119,8 +119,8 @@ def fold_copy(source: Placement, target: Placement, alignment: int = VECTOR) -> 
     if len(axes) > 3:
         raise AtlasError(
             Code.NOT_FOLDABLE,
-            "After merging contiguous axes, at most three may remain besides the block axis",
-            got=f"{len(axes)} axes from {a} to {b}",
+            "A copy supports at most three axes, after contiguous axes are merged",
+            got=f"{len(axes)} axes besides the block axis, from {a} to {b}",
             hint="Copy the fields one by one",
         )
     axes = [(1, 0, 0)] * (3 - len(axes)) + axes

@@ -47,7 +47,7 @@ class RunTables(NamedTuple):
 
 
 class RunTiling(NamedTuple):
-    """How runs are divided into tiles; a compile-time constant."""
+    """The division of runs into tiles; a compile-time constant."""
 
     rows: int
     columns: int
@@ -139,7 +139,7 @@ def convert_runs(
 
 
 def converts(cast: ElementCast, device: torch.device) -> bool:
-    """Whether a device supports the source and target element types of a cast."""
+    """Return whether a device supports the source and target element types of a cast."""
     names = {cast.source.name, cast.target.name}
     if not names <= set(formats.ELEMENTS):
         return False

@@ -58,7 +58,7 @@ class Staging:
                 Code.BAD_TENSOR,
                 f"`ids` must fit in the staging buffer of {self.places.numel()} blocks",
                 got=f"{ids.numel()} block ids",
-                hint="Split the ids into several calls, or use Staging(layers, more_blocks)",
+                hint="Split the ids into several calls, or create a Staging with more blocks",
             )
         if rows.dtype != torch.uint8 or not fits:
             raise AtlasError(

@@ -154,7 +154,7 @@ def check_chip(layer: LayerCache) -> None:
 
 
 def writes_latent(spec: LatentAttention) -> bool:
-    """Whether the write kernel supports a spec: latents in the model's dtype or in fp8.
+    """Return whether the write kernel supports a spec: latents in the model's dtype or in fp8.
 
     >>> writes_latent(LatentAttention()), writes_latent(LatentAttention(cache="fp8_ds_mla"))
     (True, False)
@@ -163,7 +163,7 @@ def writes_latent(spec: LatentAttention) -> bool:
 
 
 def attends_latent(spec: LatentAttention) -> bool:
-    """Whether the attention kernel supports a spec.
+    """Return whether the attention kernel supports a spec.
 
     Sizes must be powers of two. Latents are in the model's dtype, in fp8 with one scale, or in
     DeepSeek-V3.2's records.
@@ -180,12 +180,12 @@ def attends_latent(spec: LatentAttention) -> bool:
 
 
 def takes_ptx(layer: LayerCache) -> bool:
-    """Whether kernels on a layer's device may use PTX."""
+    """Return whether kernels on a layer's device may use PTX."""
     return device_takes_ptx(layer.buffer.device)
 
 
 def device_takes_ptx(device: torch.device) -> bool:
-    """Whether kernels on a device may use PTX: not in Triton's interpreter, nor on AMD GPUs."""
+    """Return whether kernels on a device may use PTX, which only NVIDIA GPUs execute."""
     return device.type == "cuda" and torch.version.hip is None
 
 

@@ -1,8 +1,9 @@
 """Launch parameters: measured on some GPU architectures, and defaults for the others.
 
-`tuned_launches.json` contains a list of rules for each architecture and kernel. The first rule
-whose `when` matches the facts of a launch supplies its parameters. A number in `when` is an upper
-bound of the fact; any other value must equal the fact.
+`tuned_launches.json` contains a list of rules for each architecture and kernel. The facts of a
+launch are its named properties, such as the head size and the cache dtype. The first rule whose
+`when` matches the facts supplies the launch parameters. A number in `when` is an upper bound of the
+fact of the same name; any other value must equal the fact.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Choice = dict[str, Any]
 
 
 class LaunchRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters for launches whose facts match `when`."""
+    """Parameters (`use`) for launches whose facts (named properties) match `when`."""
 
     use: Choice
     when: Facts = {}
@@ -124,7 +125,7 @@ def dependent_launch(device: torch.device) -> dict[str, Any]:
 
 
 def choose(kernel: str, device: torch.device, **facts: Any) -> Choice:
-    """Return the parameters of a kernel's launch from the first rule that matches `facts`.
+    """Return launch parameters from the first rule that matches `facts`, properties of the launch.
 
     >>> choose("copy", torch.device("cpu"))["tile"] > 0
     True
@@ -144,7 +145,7 @@ def _choose(kernel: str, chip: str, facts: tuple[tuple[str, Any], ...]) -> Choic
 
 
 def _agrees(when: Facts, facts: Facts) -> bool:
-    """Whether the facts of a launch match the condition `when` of a rule.
+    """Return whether the facts of a launch match the condition `when` of a rule.
 
     >>> _agrees({"dim": 128, "cache": "fp8"}, {"dim": 64, "cache": "fp8"})
     True

@@ -54,7 +54,7 @@ def check_counts(
         else:
             described += f", queries of {_counts(queries, starts)} sequences"
         problem = "Tables, lengths and queries must describe the same number of sequences"
-        hint = "Pass either `queries` [sequences] or `starts` [sequences + 1]"
+        hint = "Per sequence, pass one table, one length, and one count in `queries` or in `starts`"
         raise AtlasError(Code.BAD_TENSOR, problem, got=described, hint=hint)
     if checks.debugging() and count:
         _debug_batch(call, queries, starts, max_queries)

@@ -98,7 +98,7 @@ def eights(tile):
 
 @triton.jit
 def grows(logits, top):
-    """Whether any logit exceeds its query's running maximum `top` by more than `HEADROOM`.
+    """Return whether any logit exceeds its query's running maximum `top` by more than `HEADROOM`.
 
     Each thread checks its own logits, and the results are combined by an integer maximum, which is
     one instruction per warp. Computing each query's new maximum for every tile would need more

@@ -71,7 +71,7 @@ class Work(NamedTuple):
 
 @gluon.constexpr_function
 def has_factors(kind):
-    """Whether unpacked rows of a storage format must still be multiplied by a factor per row."""
+    """Return whether unpacked rows of a storage format must be multiplied by a factor per row."""
     return kind in ("scaled", "int4")
 
 

@@ -38,10 +38,10 @@ from kvatlas.kernels.triton.attention.latent_load_device import (
 def loads_of(wide, count, bits, tile, warps):
     """Return the layout in which threads load the words of rows that must be unpacked.
 
-    Each thread loads `wide` words at a time, and later stores them as 16-bit elements. Four threads
-    share a row. Eight threads do if elements have 8 bits and `wide` is less than 4, because a warp
-    needs one cache access for each row that it loads. The rows of a warp are ordered so that
-    threads that store at the same time use different banks.
+    Each thread loads `wide` words at a time, and later stores them as 16-bit elements. Eight
+    threads share a row if elements have 8 bits and `wide` is less than 4, because a warp needs one
+    cache access for each row that it loads. Otherwise four threads share a row. The rows of a warp
+    are ordered so that threads that store at the same time use different banks.
     """
     lanes = 8 if bits == 8 and wide < 4 else 4
     across = lanes * wide

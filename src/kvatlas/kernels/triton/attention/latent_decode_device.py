@@ -67,7 +67,7 @@ def begin_logits(room, signals, phase, zero, WHO: gl.constexpr, LOGITS: gl.const
 
 @gluon.jit
 def has_grown(room, OF: gl.constexpr):
-    """Whether the maximum of any row grew by more than `GROWTH`; then sums must be rescaled."""
+    """Return whether sums must be rescaled: the maximum of a row grew by more than `GROWTH`."""
     EACH: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     return gl.max(room.growth.index(OF).load(EACH), 0) > GROWTH
 

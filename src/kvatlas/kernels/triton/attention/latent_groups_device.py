@@ -95,7 +95,10 @@ def signals_of(ARRIVALS: gl.constexpr):
 
 @gluon.constexpr_function
 def arrivals_of(kind):
-    """Return the arrivals per half tile: threads that copy rotary parts of records arrive twice."""
+    """Return the number of arrivals at the barrier of a half tile: one per thread that loads.
+
+    For records (`fp8_ds_mla` rows) it is two per thread: the copies of rotary parts also arrive.
+    """
     return 256 if kind == "records" else 128
 
 

@@ -1,9 +1,9 @@
 """Device code of the warp group that loads MLA's tiles on Hopper, from any page layout.
 
 16-bit latents are copied to shared memory unchanged, by asynchronous copies that signal
-completion. 8-bit latents are prefetched into registers and converted to float16 from there, or to
-bfloat16 if they are records with scales; the rotary parts of records are copied. If tables contain
-slots of selected tokens instead of block ids, rows are gathered.
+completion. 8-bit latents are prefetched into registers and converted to float16 from there. Records
+(rows with scales, cache dtype `fp8_ds_mla`) are converted to bfloat16, and their rotary parts are
+copied. If tables contain slots of selected tokens instead of block ids, rows are gathered.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def convert_states(cache, table, states, room, signals, phase, SHAPE: gl.constex
 
 @gluon.jit
 def load_block(words, scales, rows, scale_rows, BLOCK: gl.constexpr, LOADS: gl.constexpr):
-    """Load the elements of a tile's records that share a scale, as words, and their scales."""
+    """Load one block of a tile's records: for each record, elements (as words) and their scale."""
     FROM: gl.constexpr = BLOCK * _RECORD_WORDS
     elements = gl.load(row_pointers(words, rows, FROM, _RECORD_WORDS, LOADS))
     return elements, gl.load(scales + scale_rows + BLOCK)
@@ -215,7 +215,7 @@ def load_block(words, scales, rows, scale_rows, BLOCK: gl.constexpr, LOADS: gl.c
 
 @gluon.jit
 def store_block(latents, block, BLOCK: gl.constexpr):
-    """Store the elements that `load_block` returned times their scales, as bfloat16."""
+    """Multiply the elements that `load_block` returned by their scales; store them as bfloat16."""
     elements, scales = block
     scales = gl.expand_dims(scales, 1) + gl.zeros_like(elements).to(gl.float32)
     pairs = gl.inline_asm_elementwise(
@@ -228,9 +228,11 @@ def store_block(latents, block, BLOCK: gl.constexpr):
 
 @gluon.jit
 def convert_records(cache, table, states, room, signals, phase, SHAPE: gl.constexpr):
-    """Load and convert a sequence's records. A half tile waits in registers for a free buffer.
+    """Load and convert a sequence's records, which are rows with scales (`fp8_ds_mla`).
 
-    The rotary parts are copied asynchronously, so each thread also arrives when its copies end.
+    A half tile waits in registers for a free buffer. The rotary parts belong to the right half and
+    are copied asynchronously. The barrier of that half gets a second arrival from each thread, when
+    the thread's copies end.
     """
     LOADS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)

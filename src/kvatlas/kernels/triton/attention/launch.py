@@ -59,10 +59,10 @@ def attend(
 ) -> torch.Tensor:
     """Compute attention of `q` [tokens, query heads, D] over each sequence's cache.
 
-    There are two more arguments than in `kvatlas.kernels.attend`: all layers of a kind can share
-    the schedule `prepared` in a step, and `choice` overrides the tuned settings. `max_queries=1`
-    skips the launch for prefill. With 8-bit and 4-bit caches, queries are converted to float16, so
-    they must not exceed 65504.
+    `kvatlas.kernels.attend` describes most arguments. `prepared` is a schedule that all layers of
+    one kind can share in a step, and `choice` overrides the tuned settings. `max_queries=1` skips
+    the launch for prefill. With 8-bit and 4-bit caches, queries are converted to float16, so they
+    must not exceed 65504.
     """
     layer.spec_as(Attention)
     scores = Scores(scale, softcap, k_scale, v_scale, sink_logits is not None)
@@ -177,7 +177,7 @@ def _run_selected(
     starts: torch.Tensor | None,
     max_queries: int | None,
 ) -> None:
-    """Attend to selected tokens: every query is decoded like a sequence of its own."""
+    """Attend to selected tokens: every query is decoded like a separate sequence."""
     launch, (tokens, most) = call.launch, indices.shape
     counted = number_kind(tokens), (tokens - 1).bit_length(), most
     kind = batch_kind(call, queries, starts, None), kind_of(indices), counted

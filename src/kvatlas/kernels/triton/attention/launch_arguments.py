@@ -77,7 +77,7 @@ class AttentionShape(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """How a launch is divided into tiles; a compile-time constant."""
+    """The division of a launch into tiles; a compile-time constant."""
 
     rows: int
     """Query rows per program."""

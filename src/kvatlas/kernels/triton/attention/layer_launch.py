@@ -208,9 +208,9 @@ def _latent_sides(layer: LayerCache, q: torch.Tensor) -> tuple[StoredSide, Store
     formats.refuse_head(spec.latent, "the latent")
     if not formats.attends_latent(spec):
         raise checks.no_kernel(
-            "The GPU kernel requires the cache dtype auto or fp8, and row lengths of powers of two",
+            "The GPU kernel requires auto, fp8 or fp8_ds_mla (v3), and power-of-two row lengths",
             f"cache dtype {spec.cache}, latents of {spec.latent} and rotary parts of {spec.rope}",
-            "Use cache dtype auto or fp8, or attend on a CPU",
+            "Use one of these cache dtypes, or attend on a CPU",
         )
     checks.rows_of(q, "q", (None, None, spec.latent + spec.rope))
     return formats.stored_latent(layer, "latent"), formats.stored_latent(layer, "rope")
@@ -288,7 +288,7 @@ def _decode(
 
 
 def _has_hopper_kernels(key: calls.LaunchKey, shape: calls.AttentionShape) -> bool:
-    """Whether the Hopper kernels support this GPU, Triton release, mask and scoring."""
+    """Return whether the Hopper kernels support this GPU, Triton release, mask and scoring."""
     return (
         tune.architecture(key.device) == "hopper"
         and _GLUON[0] <= _release(triton.__version__) <= _GLUON[1]
@@ -372,7 +372,7 @@ def prefill_on_hopper(
 
 
 def _hopper_loads(form: formats.StorageFormat, at: SideRows, dot: Any) -> bool:
-    """Whether Hopper's prefill kernel can load rows of format `form` with the strides `at`."""
+    """Return whether Hopper's prefill kernel can load rows of format `form` with strides `at`."""
     if form.tile or at.rows.element != 1:
         return False
     if form.element == dot:

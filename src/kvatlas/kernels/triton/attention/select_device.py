@@ -21,12 +21,12 @@ class TableRows(NamedTuple):
 
 
 class SelectedSlots(NamedTuple):
-    """The tokens that each query selects, and the schedule in which a query is a sequence."""
+    """The slots of the tokens that each query selects, and a schedule of queries as sequences."""
 
     slots: Any
     """[queries, most]: slots of the selected tokens."""
     counts: Any
-    """How many there are for each query."""
+    """The number of selected tokens of each query."""
     ends: Any
     """[2, queries + 1]: cumulative counts of queries and of decode tiles."""
 
@@ -62,7 +62,7 @@ def select(
     """Write the slots of the tokens that one query selects, and how many there are.
 
     A query selects at most `most` tokens. Those that it does not see are left out. Kernels then
-    treat every query as a sequence of its own, whose block table is the query's row of slots. Rows
+    treat every query as a separate sequence, whose block table is the query's row of slots. Rows
     of `q` outside all sequences get no tiles.
     """
     after_previous(EARLY)

@@ -15,7 +15,7 @@ from kvatlas.kernels.triton.attention.schedule_device import count_tiles
 
 
 class WorkSplit(NamedTuple):
-    """How the work of a batch is split into tiles. Schedule and kernels must use the same split."""
+    """The division of a batch into tiles, which must be the same in the schedule and kernels."""
 
     group: int
     """Query heads per kv head."""
@@ -73,7 +73,7 @@ def fit_of(states: int, tile: int) -> tuple[str, int]:
     """Return (fit, alignment) for pages of `states` states and tiles of `tile` states.
 
     A state is a cached token. `fit` specifies whether a tile consists of whole pages, or a page
-    consists of whole tiles, or neither. A walk over the states of a sequence must start at a
+    consists of whole tiles, or neither. A loop over the states of a sequence must start at a
     multiple of `alignment`.
 
     >>> fit_of(16, 64), fit_of(64, 64), fit_of(256, 64), fit_of(24, 64)

@@ -1,4 +1,4 @@
-"""Device code of attention: the walk over a sequence's states, shared by decode and prefill.
+"""Device code of attention: the loop over a sequence's states, shared by decode and prefill.
 
 Softmax is online: for each query, a running maximum, a running total and a weighted sum of values
 are updated tile by tile. Exponents are in base 2.
