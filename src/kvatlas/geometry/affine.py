@@ -52,7 +52,7 @@ class Affine:
             raise bad_axes(
                 "Each axis needs one size and one stride",
                 f"axes {axes}, sizes {self.sizes}, strides {self.strides}",
-                "Pass as many sizes and strides as axes",
+                "Pass one size and one stride per axis",
             )
         sizes, steps = tuple(self.sizes), tuple(self.strides)
         if not are_plain(sizes, 1) or not are_plain(steps, 0):

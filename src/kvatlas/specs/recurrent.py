@@ -84,7 +84,7 @@ class _WithConv(Recurrent, frozen=True, kw_only=True):
     def _conv(self, *sections: Section) -> State:
         if self.kernel < 2:
             raise bad_spec(
-                "The kernel of a convolution must be at least 2",
+                "The kernel size of a convolution must be at least 2",
                 f"kernel={self.kernel}",
                 "Pass the kernel size of the model's config",
             )

@@ -54,7 +54,10 @@ def open_own(path: Path) -> int:
 
 
 def create_file(path: Path, plan: Plan) -> None:
-    """Create the file under a temporary name and rename it when it is complete."""
+    """Create a tier's file under a temporary name, and link it to `path` when it is complete.
+
+    If another process has created the file in the meantime, that file is kept.
+    """
     text = plan.to_json()
     extent = Extent(plan, len(text))
     if len(text) > LONGEST_PLAN:

@@ -4,7 +4,7 @@ Short runs are first gathered, on several cores, into stretches: contiguous rang
 checksum of a stretch is computed while its bytes are in the processor's cache, and then it is
 written.
 
-If this part of the file was written recently, its pages are in memory. One call then writes
+If the target part of the file was written recently, its pages are in memory. One call then writes
 hundreds of stretches, and several cores make such calls in parallel. Otherwise such a call would
 have to prepare or read every page first, so each stretch is written by a separate call. The system
 serialises these separate calls per file, and contention costs more than the calls themselves. One

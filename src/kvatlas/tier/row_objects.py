@@ -46,7 +46,7 @@ class RowShare(NamedTuple):
 
 
 class GroupObjects:
-    """How the rows of one group are cut: the byte ranges of a row that form each object."""
+    """The division of one group's rows into objects: the byte ranges of a row in each object."""
 
     def __init__(self, held: list[Ranges], nbytes: int) -> None:
         """Cut rows of `nbytes` bytes. `held` are the byte ranges of each object, without padding.
@@ -102,7 +102,7 @@ class GroupObjects:
 
 
 class RowObjects:
-    """How the rows of a tier's plan are cut into objects, group by group.
+    """The division of a tier's rows into objects, for each group of the tier's plan.
 
     >>> from kvatlas.planning import plan
     >>> made = plan("Qwen3-8B", memory="1GiB", layout="BHLNC", block_size=64, max_len=64)

@@ -139,8 +139,8 @@ class FolderSpace:
     def _consider(self, database: sqlite3.Connection, one: Candidate) -> tuple[int, int]:
         """Evict an object, unless it is being written or was used after the time in the index.
 
-        Returns (freed bytes, time). The time is the last use if the object was kept because of it,
-        otherwise 0.
+        Returns (freed bytes, time). The time is that of the last use if the object was kept because
+        of that use, otherwise 0.
         """
         # Another program may have written the index: delete nothing outside the folder.
         if not is_name(str(one.name)) or leads_away(self._root, self._root / one.name):

@@ -190,7 +190,7 @@ class BucketStore(ObjectStore):
     def _each(self, act: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
         """Call a function for each item, in parallel. Raise the first error after all have ended.
 
-        When this returns, no request uses the memory of the caller any longer. The wait has no
+        After the call, no request uses the memory of the caller any longer. The wait has no
         timeout, because `obstore` ends each request after a timeout.
         """
         _check_process()
