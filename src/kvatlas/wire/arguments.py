@@ -41,15 +41,15 @@ def checked_identity(identity: Any) -> CacheIdentity:
 
     >>> checked_identity(None)
     Traceback (most recent call last):
-    kvatlas.errors.AtlasError: A node needs the identity of its caches. Got no identity. Pass \
-identity=CacheIdentity(weights=...), or check_identity=False to exchange caches with any peer. \
-[bad_config]
+    kvatlas.errors.AtlasError: The identity of caches must be a CacheIdentity. Got no identity. \
+Pass identity=CacheIdentity(weights=...), or check_identity=False to exchange caches with any \
+peer. [bad_config]
     """
     if isinstance(identity, CacheIdentity):
         return identity
     raise AtlasError(
         Code.BAD_CONFIG,
-        "A node needs the identity of its caches",
+        "The identity of caches must be a CacheIdentity",
         got="no identity" if identity is None else repr(identity)[:100],
         hint="Pass identity=CacheIdentity(weights=...), or check_identity=False to exchange "
         "caches with any peer",
@@ -77,6 +77,6 @@ def text_list(given: Iterable[str], what: str) -> tuple[str, ...]:
     named = None if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
     if named is None or not all(isinstance(one, str) for one in named):
         problem = f"The {what} must be a list of strings"
-        hint = "Pass a list, even if it contains a single string"
+        hint = "Pass a list of strings, even if there is only one string"
         raise AtlasError(Code.BAD_CONFIG, problem, got=repr(given)[:100], hint=hint)
     return tuple(dict.fromkeys(named))

@@ -55,7 +55,10 @@ class BlockClaim:
         return self.use == "offered"
 
     def quarantine(self) -> None:
-        """Keep the blocks until `release`, because a transport may still write to them."""
+        """Mark the blocks as quarantined, because a transport may still write to them.
+
+        The blocks stay claimed until `release`. A shared claim is left unchanged.
+        """
         if not self.shared:
             self.use = "quarantined"
 
@@ -103,9 +106,9 @@ class BlockLedger:
         return len(self._claims)
 
     def by_pool(self, tables: Mapping[int, Int64s]) -> dict[int, Int64s]:
-        """Return the block ids in the groups' block tables as one array per pool, by pool index.
+        """Return one array of block ids for each pool, by pool index.
 
-        Negative ids are left out.
+        `tables` maps the index of each group to its block table. Negative ids are left out.
         """
         ids: dict[int, list[Int64s]] = {}
         for group, table in tables.items():

@@ -1,8 +1,8 @@
 """The client end of the side channel, over which nodes exchange control messages.
 
-A connection carries one question at a time, so an answer always belongs to the question before it.
-After the answer, the connection stays open for the next question. A connection whose question timed
-out is closed. When a peer dies, its connections end, so the node notices the loss at once, even on
+A connection carries one question at a time, so each answer belongs to the last question. After the
+answer, the connection stays open for the next question. A connection whose question timed out is
+closed. When a peer dies, its connections end, so the node notices the loss at once, even on
 idle connections.
 """
 
@@ -128,7 +128,7 @@ class Channels:
             return bool(self._pools[endpoint].idle)
 
     def proved_names(self, endpoint: str) -> frozenset[str] | None:
-        """Return the node names that the peer's key proves; None if it may use any name."""
+        """Return the node names that the peer's key proves; None if the peer may use any name."""
         with self._lock:
             return self._pools[endpoint].names
 

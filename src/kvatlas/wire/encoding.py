@@ -59,7 +59,7 @@ def encode(message: Message) -> bytes:
         raise AtlasError(
             Code.TOO_MANY,
             f"A message must not exceed {protocol.MAX_MESSAGE_BYTES:,} bytes",
-            got=f"{type(message).__name__} of {len(payload):,} bytes",
+            got=f"a message {type(message).__name__} of {len(payload):,} bytes",
             hint="Request fewer tokens, layers or checksums at once",
         )
     return payload
@@ -128,7 +128,7 @@ def unlike_versions(version: int, oldest: int) -> AtlasError:
 
 
 class BusyError(AtlasError):
-    """The node is busy. The peer may send its request again after `retry` seconds."""
+    """The error of a busy node. The peer may send its request again after `retry` seconds."""
 
     def __init__(self, got: str, retry: float) -> None:
         super().__init__(Code.BUSY, got=got, hint=f"Retry after {retry:g} s")

@@ -92,7 +92,10 @@ class OwningProcess:
 
 
 def _after_fork_in_child() -> None:
-    """Close the sockets of the parent without a lock, which a thread of the parent may hold."""
+    """Close the sockets that the child inherited.
+
+    No lock is acquired, because a thread of the parent may have held the lock during the fork.
+    """
     for kept in list(_kept):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # a reference that nothing drops
     global _forks

@@ -202,7 +202,7 @@ def lease_expired() -> AtlasError:
     return AtlasError(
         Code.LEASE_EXPIRED,
         got="a lease that is not open",
-        hint="Retry with a longer time limit",
+        hint="Retry with a larger timeout=",
     )
 
 
@@ -253,10 +253,10 @@ class Leases:
         if count >= _MAX_LEASES or entries + new.entries > _MAX_ENTRIES:
             raise AtlasError(
                 Code.TOO_MANY,
-                f"A node must not have more than {_MAX_LEASES:,} open leases, or {_MAX_ENTRIES:,} "
-                "block table entries in them",
-                got=f"{count:,} open leases with {entries:,} entries, and a new lease with "
-                f"{new.entries:,}",
+                f"A node allows at most {_MAX_LEASES:,} open leases, with at most "
+                f"{_MAX_ENTRIES:,} block table entries in total",
+                got=f"{count:,} open leases with {entries:,} entries, and a request for a lease "
+                f"with {new.entries:,} entries",
                 hint="Wait until other transfers from this node have ended",
             )
         of_peer, kept = self._counts.get(new.peer, _NONE)

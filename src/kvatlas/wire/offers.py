@@ -145,7 +145,7 @@ class Offer:
         start, stop = tokens
         overwritten = self._overwritten(stop, plan)
         if not self.start <= start <= stop <= self.stop:
-            problem = f"The tokens must be within those of the offer, {self.start}..{self.stop}"
+            problem = f"The tokens must be within those of the offer, ({self.start}, {self.stop})"
             hint = "Request only tokens that the source offers"
         elif alone and stop != self.stop:
             problem = (
@@ -155,8 +155,8 @@ class Offer:
             hint = f"Pass tokens=({start}, {self.stop})"
         elif overwritten:
             problem = (
-                f"The requested range must end at {self.stop}: a shorter range needs rows that "
-                f"later tokens have overwritten in the ring of {overwritten}"
+                f"The tokens must end at {self.stop}: the ring buffer of layer {overwritten!r} "
+                "no longer has the rows that a shorter range needs"
             )
             hint = f"Pass tokens=({start}, {self.stop})"
         else:

@@ -43,7 +43,7 @@ class _Kept:
 
 
 class Quarantine:
-    """Abandoned operations, each with a callback for when the operation can access no memory.
+    """Abandoned operations, each with a callback to run when the operation is over.
 
     >>> from kvatlas.wire.transports.handles import Done
     >>> quarantine = Quarantine()

@@ -178,10 +178,10 @@ class Security:
             return
         raise AtlasError(
             Code.BAD_HANDSHAKE,
-            "The peer's name does not belong to its key",
-            got=f"name {name!r} with the key of {', '.join(sorted(proved or ())) or 'no peer'}",
-            hint="Set name= to the name in the certificate, or give the peer its own secret in "
-            "peers=",
+            "The peer uses a name that its key does not prove",
+            got=f"name {name!r} with a key for {', '.join(sorted(proved or ())) or 'no name'}",
+            hint="Set name= to a name in the peer's certificate, or give the peer its own secret "
+            "in peers=",
         )
 
     def check_role(self, name: str, act: Literal["pull", "push"]) -> None:
@@ -274,7 +274,10 @@ def _checked_secrets(secret: Secret) -> tuple[bytes, ...]:
 def _peer_identities(
     peers: Mapping[str, PeerAccess], secret: Secret, tls: TlsContexts | None
 ) -> tuple[SecretIdentity, ...]:
-    """Return one identity per secret in `peers`; none with `tls`, where peers have no secrets."""
+    """Check `peers`, and return one identity for each of their secrets.
+
+    With `tls` the result is empty, because the peers then have certificates instead of secrets.
+    """
     hint = "Give each peer a different secret: peers={name: PeerAccess(secret)}"
     if secret is not None:
         raise _bad_secret("A node cannot have both secret= and peers=", "peers= and secret=", hint)

@@ -35,7 +35,7 @@ class SharedPools:
             if not self._transport.shares(pool):
                 self._transport.close()
                 problem = "The pool is not in shared memory"
-                hint = "Allocate the pool with pools_for(plan, 0, make_transport('shm'))"
+                hint = "Allocate the pool with pools_for(plan, rank, make_transport('shm'))"
                 raise AtlasError(Code.WRONG_DEVICE, problem, got=f"pool {pool}", hint=hint)
         self.published = self._transport.publish()
 

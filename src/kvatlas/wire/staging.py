@@ -47,8 +47,8 @@ class StagingBuffers:
     """One registered memory region, divided into buffers that are lent separately.
 
     Half of the buffers are for transfers of this node, half for its peers. Otherwise two nodes that
-    read from each other could each wait for a buffer that the other holds. With `wiped`, a buffer
-    is set to zero when a peer gives it back.
+    read from each other could each wait for a buffer that the other holds. If `wiped` is true, a
+    buffer is set to zero when a peer gives it back.
 
     >>> import numpy as np
     >>> staging = StagingBuffers(np.zeros(4 * 4096, np.uint8), 4096)

@@ -21,9 +21,9 @@ def announced_endpoint(endpoint: str, host: str, *, on_this_host: bool) -> str:
     'tcp://10.0.0.7:5555'
     >>> announced_endpoint("tcp://10.0.0.8:5555", "10.0.0.7", on_this_host=False)
     Traceback (most recent call last):
-    kvatlas.errors.AtlasError: A push must come from the host whose address its endpoint contains. \
-Got endpoint tcp://10.0.0.8:5555 from host 10.0.0.7. Let the source listen at 0.0.0.0, or at the \
-address of its connections. [bad_handshake]
+    kvatlas.errors.AtlasError: The endpoint that a peer announces for a push must be at the host \
+of that peer. Got endpoint tcp://10.0.0.8:5555 from a peer at host 10.0.0.7. Let the source listen \
+at 0.0.0.0, or at the address from which it connects. [bad_handshake]
     """
     if unix_path(endpoint) is not None:
         if on_this_host:
@@ -58,7 +58,7 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 def _elsewhere(endpoint: str, host: str) -> AtlasError:
     return AtlasError(
         Code.BAD_HANDSHAKE,
-        "A push must come from the host whose address its endpoint contains",
-        got=f"endpoint {endpoint} from host {host}",
-        hint="Let the source listen at 0.0.0.0, or at the address of its connections",
+        "The endpoint that a peer announces for a push must be at the host of that peer",
+        got=f"endpoint {endpoint} from a peer at host {host}",
+        hint="Let the source listen at 0.0.0.0, or at the address from which it connects",
     )

@@ -145,7 +145,7 @@ class Connections:
 
     @contextmanager
     def using(self, connection: PeerConnection) -> Iterator[None]:
-        """A context that counts as one use of a connection.
+        """A context for one use of a connection, which calls `give_back` at the end.
 
         If an operation in the context finds that the peer was lost, later transfers open a new
         connection.
@@ -193,7 +193,10 @@ class Connections:
                 self.drop(connection)
 
     def take(self, endpoint: str) -> PeerConnection | None:
-        """Return the open connection to an endpoint, or None. It stays open until `give_back`."""
+        """Return the open connection to an endpoint; None if there is none.
+
+        The connection stays open until the caller passes it to `give_back`.
+        """
         with self._lock:
             connection = self._open.get(endpoint)
             if connection is None or not connection.link.open:  # it was severed
@@ -231,7 +234,7 @@ class Connections:
         """Raise an error if the peer's rank has changed, or if the peer has another plan."""
         known = self.known.get(endpoint, peer)
         if known.rank != peer.rank:
-            problem = "The endpoint now serves another rank than when the session was opened"
+            problem = "The endpoint serves a different rank than when the session was opened"
             got = f"rank {peer.rank} at {endpoint}, expected rank {known.rank}"
             raise AtlasError(Code.PEER_LOST, problem, got=got, hint="Open a new session")
         if not {one.plan_hash for one in self.known.values()} <= {peer.plan_hash}:

@@ -153,7 +153,10 @@ class ExpectedRequests:
         return expected
 
     def forget(self, request: str) -> None:
-        """Stop expecting a request, and wait until no read can write to its blocks."""
+        """Stop expecting a request, and wait until no read can write to its blocks.
+
+        Raise `deadline` if that takes too long.
+        """
         with self._lock:
             expected = self.requests.pop(request, None)
             if expected is None:
@@ -190,7 +193,10 @@ class ExpectedRequests:
     def announced(
         self, question: protocol.Announce, peer: Peer, caller: Caller
     ) -> protocol.Announced:
-        """Start the announced pull, wait briefly for its end, and return its progress."""
+        """Start the announced pull unless it was started before, and return its progress.
+
+        Wait briefly for the end of the pull. If the pull has failed, raise its error.
+        """
         one = self._find_or_add(question, peer, caller)
         if self._waiting.acquire(blocking=False):
             try:
@@ -228,7 +234,7 @@ class ExpectedRequests:
         return one
 
     def _drop_known(self) -> None:
-        """Drop the oldest announcement with an ended pull if more than `_KEPT` are stored."""
+        """If more than `_KEPT` announcements are stored, drop the oldest whose pull has ended."""
         if len(self._known) > _KEPT:
             over = (key for key, one in self._known.items() if one.transfer.done)
             if (oldest := next(over, None)) is not None:
@@ -303,8 +309,8 @@ class ExpectedRequests:
             log.warning("replaced an older push request=%r rank=%d", expected.request, rank)
             other.end()
         if not _all_released(older, one.transfer.deadline):
-            got = f"an older push of rank {rank} that may still write to the blocks"
-            hint = "Retry the push, or forget the request and expect it in other blocks"
+            got = f"an older push of rank {rank}, which may still write to the blocks"
+            hint = "Retry the push, or forget the request and expect the request in other blocks"
             raise AtlasError(Code.DEADLINE, got=got, hint=hint)
 
     def _count(self, expected: Expected, one: Announcement, needed: int) -> None:
@@ -343,7 +349,10 @@ def _all_released(announced: list[Announcement], deadline: float) -> bool:
 
 
 def _check_same_process(announced: Peer, reached: Peer, endpoint: str) -> None:
-    """Raise an error unless the process `reached` at an endpoint has announced the endpoint."""
+    """Raise an error unless the peers `announced` and `reached` are the same process.
+
+    `announced` has announced the endpoint, and `reached` answers there.
+    """
     same = all(
         getattr(announced, name) == getattr(reached, name)
         for name in ("name", "incarnation", "rank", "plan_hash")
@@ -366,7 +375,8 @@ def _check_tokens(expected: Expected, question: protocol.Announce) -> None:
     if (question.start, question.stop) != (expected.start, expected.stop):
         raise AtlasError(
             Code.BAD_TOKENS,
-            f"A push must have the tokens that are expected, {expected.start}..{expected.stop}",
+            "The tokens of a push must be those that the destination expects, "
+            f"({expected.start}, {expected.stop})",
             got=(question.start, question.stop),
             hint="Pass the same tokens to expect() and push()",
         )
@@ -375,8 +385,9 @@ def _check_tokens(expected: Expected, question: protocol.Announce) -> None:
 def _not_expected(question: protocol.Announce) -> AtlasError:
     return AtlasError(
         Code.UNKNOWN_REQUEST,
-        "The destination does not expect this request from this node, or has already received it",
-        got=repr(question.request),
-        hint="Call expect() at the destination first: source= must be this node's plan, and "
-        "pushers= must contain this node's name",
+        "The destination does not expect this request from the pushing node, or already has the "
+        "part of that node",
+        got=f"request {question.request!r}",
+        hint="Call expect() at the destination first: source= must be the plan of the pushing "
+        "node, and pushers= must contain the name of that node",
     )

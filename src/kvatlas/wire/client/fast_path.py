@@ -70,8 +70,8 @@ class LaunchedPull:
     ) -> bool:
         """Wait for the read, and check that the source held its blocks.
 
-        Raises an error if the read failed. Returns False if the read is over but invalid, because
-        the offer that it used was not genuine.
+        Raises an error if the read failed. Returns False if the read is over but its bytes are
+        invalid, because it used an offer that is not `StartedRead.sound`.
         """
         read, nbytes = self.read, self.read.prepared.shape.arriving
         try:
@@ -109,7 +109,7 @@ class LaunchedPull:
     def ends_within(self, transfer: Transfer, timeout: float) -> bool:
         """Poll for at most `timeout` seconds. Return whether `finish` would now end at once.
 
-        The result is False if the offer is not genuine, because the request is then read again.
+        The result is False if the offer is not `StartedRead.sound`: the request is then read again.
         """
         try:
             return self.read.sound and self.is_soon_over(transfer, timeout)
@@ -117,7 +117,7 @@ class LaunchedPull:
             return False
 
     def is_soon_over(self, transfer: Transfer, timeout: float = _SOON) -> bool:
-        """Poll a short read for a while without sleeping. Return whether it has succeeded.
+        """Poll a short read for a while without sleeping. Return whether the read has succeeded.
 
         Polling ends after `timeout` seconds, or after 2 ms if `timeout` is longer.
         """

@@ -1,8 +1,8 @@
 """Keep a peer's offers from expiring while a session with the peer is being opened.
 
 Opening a session may take longer than an offer lasts, because a transport registers memory or the
-machine is busy. Without these messages, the source would learn of the reader only when the first
-pull asks for a lease.
+machine is busy. So the reader sends `Keep` messages in the meantime. Without such messages, the
+source would learn of the reader only when the first pull asks for a lease.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def _with_buffers(reads: RankReads, stream: Stream, way: Way, costs: Costs) -> W
 
 
 def _may_stage(lease: RankLease) -> bool:
-    """Whether the peer may lend staging buffers; true if the peer was not asked for a lease yet."""
+    """Whether the peer has staging buffers to lend; true if that is not known before a lease."""
     return lease.seen is not None or lease.opened.piece > 0
 
 

@@ -4,7 +4,7 @@ Other threads and processes make a read take longer, never shorter. Four rules l
 the result:
 
 - The costs of runs are the difference between two reads of the same number of bytes: one reads many
-  runs, and the other a single run. Errors of the bandwidth cancel out.
+  runs, and the other a single run. An error in the measured bandwidth thus cancels out.
 - If the CPU times of the calling thread differ more than the wall times, the difference of the CPU
   times is used, because it hardly depends on the load of the machine.
 - The number of runs grows until they take most of the time of a read, or a limit is reached.

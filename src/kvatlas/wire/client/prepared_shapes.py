@@ -9,12 +9,13 @@ calling thread: it finds the offer on the peer's board (shared memory), checks t
 blocks are inside their pools, and launches the copy. All other work of the pull happens while the
 copy runs.
 
-The result is discarded, and the pull takes the normal path, if the offer proves not to be genuine.
-The same happens if a block of the offer does not exist or is named twice. For a new shape, the fast
-path first computes the runs, which takes some tenths of a millisecond, and caches them.
+The offer is checked during the copy. If its content does not match its digest, or it names a block
+that does not exist or names a block twice, the result is discarded, and the pull takes the normal
+path. For a new shape, the fast path first computes the runs, which takes some tenths of a
+millisecond, and caches them.
 
-Unusual requests do not take this path. The normal path reports their errors and waits where that is
-necessary.
+Unusual requests do not take the fast path. The normal path reports their errors and waits where
+that is necessary.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class StartedRead(NamedTuple):
 
     @property
     def sound(self) -> bool:
-        """Whether the offer is genuine, its blocks exist, and no table contains a block twice.
+        """Whether the offer is `genuine`, its blocks exist, and no table contains a block twice.
 
         The check runs during the read. That is safe: even an unsound read accesses only the pools.
         """

@@ -204,7 +204,7 @@ class PullPipeline:
         return AtlasError(
             Code.TOO_MANY,
             "A staged transfer needs staging buffers at both ends",
-            got=f"{here} buffers here, {there} buffers at the peer",
+            got=f"{here} buffers at this node, {there} buffers at the peer",
             hint='Pass a larger buffers= to both nodes, or use how="auto"',
         )
 

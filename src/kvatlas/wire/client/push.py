@@ -52,8 +52,8 @@ class OfferedPush:
         """Offer the blocks to the nodes of the destination."""
         old = [peer for peer in readers if peer.version < protocol.PUSH_VERSION]
         if old:
-            problem = f"Pushes need protocol version {protocol.PUSH_VERSION} at both ends"
-            got = f"version {old[0].version} at {old[0].name!r}"
+            problem = f"Pushes need protocol version {protocol.PUSH_VERSION} or newer at both ends"
+            got = f"version {old[0].version} at node {old[0].name!r}"
             hint = "Upgrade kvatlas at that node"
             raise AtlasError(Code.UNLIKE_VERSIONS, problem, got=got, hint=hint)
         names = {peer.name for peer in readers}

@@ -78,7 +78,7 @@ class RankLease:
 
     @property
     def deadline(self) -> float:
-        """The transfer's deadline, which progress may put off."""
+        """The transfer's deadline. In a patient transfer, each arrival of bytes extends it."""
         return self.transfer.deadline
 
     # -- questions ------------------------------------------------------------------------
@@ -317,7 +317,10 @@ class RankLease:
         version = self.connection.peer.version
         if version < protocol.KEYED_VERSION:
             needed = protocol.KEYED_VERSION
-            problem = f"Checksums of protected nodes need protocol version {needed} at both ends"
+            problem = (
+                "Checksums over protected connections need protocol version "
+                f"{needed} or newer at both ends"
+            )
             got, hint = f"version {version} at the peer", "Upgrade kvatlas at the peer"
             raise AtlasError(Code.UNLIKE_VERSIONS, problem, got=got, hint=hint)
         return mac_key(self.connection.session, self.opened.lease)

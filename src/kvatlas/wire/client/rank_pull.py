@@ -152,7 +152,7 @@ class RankPull:
     # -- checksums --------------------------------------------------------------------------
 
     def _note_converted(self, start: int, stop: int, piece: Any) -> None:
-        """Store the checksum of a piece as it was sent, if checksums are compared."""
+        """If checksums are requested, store that of a piece in the format in which it was sent."""
         if self.wanted.checksums:
             self._received[start, stop] = piece_sum(piece, self.lease.mac_key)
 
@@ -174,7 +174,7 @@ class RankPull:
             raise AtlasError(
                 Code.CHECKSUM,
                 got=f"{wrong} of {pieces} pieces with different checksums",
-                hint="Retry the transfer, and check the network and its devices",
+                hint="Retry the transfer, and check the network hardware if the error recurs",
             )
 
     def _differing(self, stream: AnyStream, start: int, stop: int) -> int:

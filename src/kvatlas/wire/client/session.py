@@ -172,9 +172,9 @@ class Session:
         """Notify all ranks of the session that this node has finished reading a request.
 
         A rank ends its offer once every destination rank that reads from it has read or released
-        the request. A rank that no destination needs ends its offer at the first notification. The
-        returned transfer is ready when all ranks are notified. The offer of an unreachable rank
-        ends when it expires.
+        the request. A rank from which no destination rank reads ends its offer at the first
+        notification. The returned transfer is ready when all ranks are notified. The offer of an
+        unreachable rank ends when it expires.
         """
         check_request_name(request)
         self._process.check()  # before the lock, which a thread of the parent may hold

@@ -58,10 +58,10 @@ class TransferPart:
 class Transfer:
     """A request in flight over several ranks.
 
-    A transfer is ready when every rank has delivered. It fails when one rank fails or its deadline
-    passes, regardless of what the ranks are waiting for. Its blocks may be reused once it is
-    `released`. A failed transfer is released only when the transport is known to have stopped using
-    its blocks.
+    A transfer is ready when every rank has delivered its bytes. The transfer fails when one rank
+    fails or the deadline of the transfer passes, even while ranks wait for something. Its blocks
+    may be reused once it is `released`. A failed transfer is released only when the transport is
+    known to have stopped using its blocks.
 
     >>> transfer = Transfer("request 17", ranks=(0, 1), total=8192, timeout=30)
     >>> transfer.add(0, 4096)
@@ -86,8 +86,8 @@ class Transfer:
         `total` is the number of bytes that must arrive, a function that returns this number, or
         None for a push. `layers` are the names of the layers that the transfer delivers, or None if
         it does not track layers. `claim` is the claim on the blocks, and is released once the
-        blocks may be reused. If `patient` is true, bytes that arrive put the deadline off to
-        `timeout` seconds from now.
+        blocks may be reused. If `patient` is true, each arrival of bytes extends the deadline to
+        `timeout` seconds after the arrival.
         """
         self.request = request
         self._total = total
@@ -179,7 +179,8 @@ class Transfer:
                 break
         if not self.done:
             problem = f"The transfer is still running after {time.monotonic() - self.begun:.1f} s"
-            raise AtlasError(Code.DEADLINE, problem, got=self, hint="Wait longer, or call cancel()")
+            got = f"{self.moved:,} bytes of request {self.request!r}"
+            raise AtlasError(Code.DEADLINE, problem, got=got, hint="Wait longer, or call cancel()")
         if self.error is not None:
             raise self.error
         return self
@@ -203,7 +204,7 @@ class Transfer:
                 "The transfer does not deliver this layer",
                 repr(min(others, key=str))[:200],
             )
-            hint = "Pass names in plan.layers, and only those that were passed to pull(layers=...)"
+            hint = "Pass names of layers in the plan; if pull() was called with layers=, only those"
             raise AtlasError(Code.UNKNOWN_LAYER, problem, got=got, hint=hint)
         while not wanted <= self.layers:
             if self.done:
@@ -211,9 +212,10 @@ class Transfer:
             # Read again each time: bytes may have put the deadline off.
             if time.monotonic() > (self.deadline if timeout is None else begun + timeout):
                 missing = sorted(wanted - self.layers)
-                problem = f"Layers have not arrived after {time.monotonic() - begun:.1f} s"
+                problem = f"Some layers have not arrived after {time.monotonic() - begun:.1f} s"
+                got = f"{len(missing)} missing layers: {', '.join(map(repr, missing[:3]))}"
                 hint = "Wait longer, or cancel the transfer"
-                raise AtlasError(Code.DEADLINE, problem, got=", ".join(missing[:3]), hint=hint)
+                raise AtlasError(Code.DEADLINE, problem, got=got, hint=hint)
             with self._lock:
                 self._layer_came.wait(_LOOK_SECONDS)
         return self

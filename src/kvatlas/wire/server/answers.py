@@ -104,7 +104,7 @@ class Answers:
             return protocol.Ok(seconds=max(0.0, offer.keep(question.seconds)))
 
     def _may_read(self, offer: Offer, caller: Caller) -> bool:
-        """Whether a peer that has no session yet may read an offer by one of its proved names."""
+        """Whether a peer without a session may read an offer, under a name that its key proves."""
         proved, security = caller.names, self.node.security
         return proved is None or any(
             offer.may_be_read_by(name) and security.has_role(name, "pull") for name in proved
@@ -312,12 +312,13 @@ def _is_complete(question: protocol.Open, offer: Offer) -> bool:
 
 
 def _not_offered(question: protocol.Open | protocol.Keep) -> AtlasError:
-    problem = "The request is not offered to this node"
+    problem = "The source has no offer of this request for the reader"
     hint = "Call offer() at the source first, with a larger timeout= if the offer expired"
-    return AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(question.request), hint=hint)
+    got = f"request {question.request!r}"
+    return AtlasError(Code.UNKNOWN_REQUEST, problem, got=got, hint=hint)
 
 
 def _old_push(peer: Peer) -> AtlasError:
-    problem = f"Pushes need protocol version {protocol.PUSH_VERSION} at both ends"
+    problem = f"Pushes need protocol version {protocol.PUSH_VERSION} or newer at both ends"
     got, hint = f"version {peer.version} at the source", "Upgrade kvatlas at the source"
     return AtlasError(Code.UNLIKE_VERSIONS, problem, got=got, hint=hint)

@@ -79,8 +79,8 @@ class Lending:
     def lend(self, lease: Lease, count: int, timeout: float) -> Loan | None:
         """Lend buffers to a lease until the lease ends. Return the loan.
 
-        Wait up to `timeout` for free buffers. Return None if no buffer became free, or if another
-        request of the lease is waiting.
+        Wait up to `timeout` seconds for free buffers. Return None if no buffer became free, or if
+        an earlier call for the same lease is still waiting.
         """
         with lease.guard:
             if lease.loan is not None or lease.reclaimed:

@@ -138,7 +138,8 @@ class NodeState:
             raise AtlasError(
                 Code.CONTRADICTORY,
                 "Peers can access neither the pools of this node nor staging buffers",
-                got=f"buffers=0, pools on {device}, {transport.name} shares {transport.shared!r}",
+                got=f"buffers=0, pools on {device}, "
+                f"transport {transport.name!r} with shared={transport.shared!r}",
                 hint='Omit buffers=, or use a transport with shared="all" that supports the device',
             )
 
@@ -187,7 +188,8 @@ class NodeState:
         if peer.version < self.transport.oldest_version:
             needed = f"protocol version {self.transport.oldest_version} or newer at both ends"
             problem = f"The transport {self.transport.name!r} needs {needed}"
-            got, hint = f"version {peer.version} at {peer.name!r}", "Upgrade kvatlas at that node"
+            got = f"version {peer.version} at node {peer.name!r}"
+            hint = "Upgrade kvatlas at that node"
             raise AtlasError(Code.UNLIKE_VERSIONS, problem, got=got, hint=hint)
         try:
             self.route_to(peer)
@@ -270,7 +272,7 @@ class NodeState:
                 destination_scales=scales[1],
                 padding=padding,
             )
-        named = [repr(terms.convert) if terms else "nothing" for terms in (mine, theirs)]
+        named = [repr(terms.convert) if terms else "no conversion" for terms in (mine, theirs)]
         raise AtlasError(
             Code.UNLIKE_CONVERSIONS,
             got=f"{named[0]} at node {self.name!r}, {named[1]} at {peer.name!r}",

@@ -121,7 +121,7 @@ class OfferingNode(NodeState):
         if offer is None or offer.layers is None:
             problem = "There is no offer of this name, or it has expired"
             if offer is not None:
-                problem = "The offer is not layered"
+                problem = "The request was offered without layered=True"
             hint = "Call offer(..., layered=True) first, with a larger timeout= if an offer expired"
             raise AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(request)[:300], hint=hint)
         offer.layers.add(layer, self.mark())

@@ -1,8 +1,8 @@
 """The sessions of a node with its peers, by key.
 
-A session ends a few seconds after its last connection: a process that was killed or restarted has
-lost its connections. A peer cannot end the session of another peer, even if it sends that peer's
-name. If there are too many sessions, a new peer gets a `busy` error.
+A session ends a few seconds after its last connection has ended, as when a process is killed or
+restarted. A peer cannot end the session of another peer, even by using that peer's name. If there
+are too many sessions, a new peer gets a `busy` error.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Sessions:
         return same.key
 
     def find(self, key: bytes, caller: Caller) -> Peer:
-        """Return the peer of a session, and record the connection as one of the session's."""
+        """Return a session's peer, and record that the caller's connection uses the session."""
         with self._lock:
             found = self._open.get(key)
             if found is not None and found.peer.names == caller.names:

@@ -17,7 +17,7 @@ LEASE_BYTES = 16
 
 
 class Access(NamedTuple):
-    """The session that a link presents to its peer, and the host name that it verifies."""
+    """The session that a link presents to its peer, and the host name of the peer to verify."""
 
     session: bytes = bytes(SESSION_BYTES)
     """The id of the session that the link belongs to; not the key of the session."""

@@ -254,7 +254,7 @@ class Transport(ABC):
         if taken:
             problem = "Each pool index can be registered only once"
             got = f"pools {sorted(taken)}, which are already registered"
-            hint = "Close the transport before you register other memory"
+            hint = "Close this transport, and register other memory with a new transport"
             raise AtlasError(Code.TWICE, problem, got=got, hint=hint)
         # Empty regions are left out, because not all libraries accept them.
         taken_here = {p: at for p, at in memory.items() if at.nbytes and self.takes(at.device)}

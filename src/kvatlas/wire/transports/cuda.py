@@ -158,7 +158,7 @@ class CudaTransport(Transport):
                 Code.WRONG_DEVICE,
                 "CUDA cannot share this memory with other processes",
                 got=f"{region.nbytes:,} bytes on {region.device}: {problem}",
-                hint="Use memory of cudaMalloc, without expandable segments or managed memory",
+                hint="Use memory from cudaMalloc, neither managed memory nor expandable segments",
             ) from problem
         offset = region.address - base
         if offset + region.nbytes > nbytes:

@@ -100,7 +100,7 @@ def closed(what: str) -> AtlasError:
         Code.WIRE_FAILED,
         f"The {what} is closed",
         got="a call after close()",
-        hint=f"Open a new {what}",
+        hint=f"Create a new {what}",
     )
 
 

@@ -71,7 +71,10 @@ class OpenedMemory:
             return mapping
 
     def hold(self, mappings: Sequence[MappedAllocation]) -> bool:
-        """Add one use to each mapping. Return False, and add none, if a mapping is `stale`."""
+        """Add one use to each mapping and return True, unless a mapping is `stale`.
+
+        If a mapping is stale, add no use and return False.
+        """
         with self._lock:
             if any(mapping.stale for mapping in mappings):
                 return False

@@ -37,10 +37,9 @@ _guard = fresh_in_children(threading.Lock())
 def make_sealed(nbytes: int) -> int:
     """Return the descriptor of `nbytes` of zeroed shared memory. The caller closes it."""
     if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
-        problem = "A shared memory segment must have at least 1 byte"
-        raise AtlasError(
-            Code.BAD_SIZE, problem, got=f"nbytes={nbytes!r}", hint="Pass the size of a pool"
-        )
+        problem = "The size of a shared memory segment must be an integer of at least 1 byte"
+        hint = "Pass the size in bytes, such as that of a pool"
+        raise AtlasError(Code.BAD_SIZE, problem, got=f"nbytes={nbytes!r}", hint=hint)
     descriptor = -1
     try:
         if nbytes > _most_bytes():
@@ -64,7 +63,7 @@ def _no_segment(nbytes: int, fault: OSError) -> AtlasError:
         return limit
     code = Code.WIRE_FAILED if limit is None else limit.code
     hint = "Plan for less memory, free host memory, or raise the container's limit"
-    problem, got = "The segment does not fit into host memory", f"{nbytes:,} bytes: {fault}"
+    problem, got = "The shared memory cannot be allocated", f"{nbytes:,} bytes: {fault}"
     return AtlasError(code, problem, got=got, hint=hint)
 
 

@@ -1,4 +1,4 @@
-"""Sends segment descriptors to peers over a local socket, from a thread.
+"""Send segment descriptors to peers over a local socket, from a thread.
 
 The socket has a name in the abstract namespace, which disappears when the process ends. The
 name is visible to all processes in the same network namespace, including containers with separate
@@ -101,7 +101,7 @@ class SegmentServer:
         raise EOFError
 
     def _has_most_links(self, process: object) -> bool:
-        """Whether a process must not open another link.
+        """Whether a process has reached its limit of links.
 
         True if the server has its maximum number of links, or the process has half of that maximum.
         """
@@ -183,7 +183,7 @@ def _no_answer(seconds: float) -> AtlasError:
         Code.DEADLINE,
         "The peer does not reply",
         got=f"no reply within {seconds:.1f} s",
-        hint="Check whether the peer's process is stopped, or retry on another replica",
+        hint="Check that the peer's process is running, or retry on another replica",
     )
 
 
