@@ -161,7 +161,7 @@ class Lease:
     def end_sends(self) -> None:
         """End the sends in progress. When this returns, each later read is checked anew.
 
-        If a peer does not receive the bytes of a send, its connection is closed.
+        If a peer does not receive the bytes of a send in time, the peer's connection is closed.
         """
         with self._sends_changed:
             if self._sends_changed.wait_for(lambda: not self._sends, _FINISHING):
@@ -244,10 +244,9 @@ class Leases:
         return lease
 
     def _check_quotas(self, new: Lease) -> None:
-        """Raise an error if all peers together have too many leases.
+        """Raise `too_many` if the leases of all peers would exceed the node's limits.
 
-        Raise `busy` if the peer has used up its share, or the peers of one host together have used
-        up theirs.
+        Raise `busy` if the leases of this peer, or of all peers on its host, exceed their limits.
         """
         count, entries = self._counts.get(None, _NONE)
         if count >= _MAX_LEASES or entries + new.entries > _MAX_ENTRIES:

@@ -45,8 +45,9 @@ class FilledBlocks:
     ) -> BlockClaim:
         """Claim the blocks that a pull fills.
 
-        `tables` are the block tables `blocks` as arrays. They are validated only for the first pull
-        with these tokens and table lengths. For later pulls, the caller must validate `tables`.
+        `tables` contains the same block tables as `blocks`, as arrays by group. The tables are
+        validated only for the first pull with these tokens and table lengths. For later pulls, the
+        caller must validate `tables`.
         """
         key = (tokens, table_lengths(tables))
         entries = self._kept.get(key) if layers is None else None

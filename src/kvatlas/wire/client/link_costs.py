@@ -83,7 +83,7 @@ def must_coalesce(lease: RankLease) -> bool:
 
     The result is true if the link cannot end a stalled read, and another process (another replica,
     or another source of a push) may fill the same blocks after the stall: the stalled read could
-    overwrite the new bytes. It is false if this node has no staging buffers in host memory.
+    overwrite the new bytes. The result is false if this node has no staging buffers in host memory.
     """
     link = lease.connection.link
     stalls = not link.prompt and not link.severs

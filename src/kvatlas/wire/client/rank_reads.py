@@ -70,8 +70,8 @@ class RankReads:
     def borrow(self, *, both: bool, until: float = math.inf) -> bool:
         """Acquire staging buffers of this node. If `both` is true, also borrow from the peer.
 
-        Waits until buffers are free. Returns False if a node was set up without staging buffers, or
-        if the monotonic clock reaches `until` first; no buffers are then borrowed.
+        Waits until buffers are free. Returns False, without borrowing any buffers, if one of the
+        nodes has no staging buffers at all, or if the monotonic clock reaches `until` first.
         """
         staging, lease = self.node.staging, self.lease
         most = min(BUFFERS, staging.most())

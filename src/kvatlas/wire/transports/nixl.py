@@ -2,8 +2,8 @@
 
 A link describes a pool to NIXL as a grid: one row (address, length, device, stride, count) lists
 all possible positions of runs with the most common length. A transfer is then two arrays of indices
-into such rows. Only runs off the grid get separate rows. So a million descriptors cost only two
-integer arrays.
+into such rows. Only runs at other positions or of other lengths get separate rows. So a million
+descriptors cost only two integer arrays.
 
 A transport has one agent that serves peers. Every link reads and writes with a separate agent,
 because only destroying an agent stops its operations (`nixl_link`).
