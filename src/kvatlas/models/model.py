@@ -152,7 +152,10 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 def _is_oracle(oracle: str | None) -> bool:
     if oracle not in (None, "transformers"):
-        problem, hint = "There is no such oracle", "Pass oracle='transformers', or None"
+        problem, hint = (
+            "The only library that a model can be checked against is transformers",
+            "Pass oracle='transformers', or None",
+        )
         raise AtlasError(Code.UNKNOWN_ENGINE, problem, got=repr(oracle), hint=hint)
     return oracle is not None
 

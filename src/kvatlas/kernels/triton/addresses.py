@@ -93,9 +93,9 @@ def field_rows(page: Page, placed: Placement, name: str) -> FieldRows:
     if not set(field.axes) <= {"B", "N", "H", "C", "c"}:
         raise AtlasError(
             Code.NOT_CONTIGUOUS,
-            "A kernel supports only fields whose axes are among B, N, H and C",
+            "The kernels read and write only fields whose axes are B, N, H and C",
             got=f"field {name!r} with axes {field.axes}",
-            hint="Select one index of every other axis",
+            hint="Select one index of each further axis first",
         )
     item = field.item
     steps = [field.offset, *_strides(field)]
@@ -112,8 +112,8 @@ def field_rows(page: Page, placed: Placement, name: str) -> FieldRows:
     if max(steps[1] // item, steps[2] // item) >= 1 << 31:
         raise AtlasError(
             Code.OVERFLOW,
-            "The strides of blocks and states must be less than 2**31 elements",
-            got=f"field {name!r} at {field}",
+            "The strides of axes B and N must be less than 2**31 elements",
+            got=f"{steps[1] // item} and {steps[2] // item} for field {name!r}",
             hint="Use a layout with smaller strides, or split the pool",
         )
     # Rows with strided elements are read one element at a time.

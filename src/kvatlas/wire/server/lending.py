@@ -102,7 +102,10 @@ class Lending:
         return None
 
     def end(self, lease: Lease) -> None:
-        """Take back the buffers of an ended lease. Its session may reuse them (`PeerSegments`)."""
+        """Take back the staging buffers of an ended lease.
+
+        With `PeerSegments`, the buffers are kept for the next transfer of the same session.
+        """
         if lease.loan is not None:
             self._take_back(lease, lease.loan, keep=True)
 

@@ -59,7 +59,7 @@ def first_of_runs(begin, work, RUNS: gl.constexpr):
 
 @gluon.jit
 def load_pages(table, begin, work, STATES: gl.constexpr, RUNS: gl.constexpr):
-    """Load the block id of each run, a number of adjacent rows in one page."""
+    """Load the block id of each run. A run is a stretch of adjacent rows in one block."""
     return gl.load(table + first_of_runs(begin, work, RUNS) // STATES)
 
 
