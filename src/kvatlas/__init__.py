@@ -14,6 +14,8 @@ The most used names and all packages are attributes of `kvatlas`, imported on fi
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +67,6 @@ _NAMES_BY_PACKAGE: dict[str, tuple[str, ...]] = {
     "engines": (),
     "cli": (),
 }
-_PACKAGE_OF = {name: package for package, names in _NAMES_BY_PACKAGE.items() for name in names}
 
 __all__ = [
     "AtlasError",
@@ -95,14 +96,32 @@ __all__ = [
 ]
 
 
+def imported_on_first_use(
+    package: str, names_by_module: Mapping[str, tuple[str, ...]]
+) -> Callable[[str], Any]:
+    """Return a module's `__getattr__` that imports names from modules of `package` when first used.
+
+    A package uses it for names that plans and routes do not need, so that its import stays fast.
+    """
+    module_of = {name: module for module, names in names_by_module.items() for name in names}
+
+    def imported(name: str) -> Any:
+        if name not in module_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{package}.{module_of[name]}"), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return imported
+
+
+_imported = imported_on_first_use("kvatlas", _NAMES_BY_PACKAGE)
+
+
 def __getattr__(name: str) -> Any:
     if name in _NAMES_BY_PACKAGE:
         return import_module(f"kvatlas.{name}")
-    if name not in _PACKAGE_OF:
-        raise AttributeError(f"module 'kvatlas' has no attribute {name!r}")
-    value = getattr(import_module(f"kvatlas.{_PACKAGE_OF[name]}"), name)
-    globals()[name] = value
-    return value
+    return _imported(name)
 
 
 def __dir__() -> list[str]:

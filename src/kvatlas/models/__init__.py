@@ -11,17 +11,38 @@ returns the GPU memory that remains for caches after the weights are loaded.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvatlas.models.cache_identity import CacheIdentity, config_identity
-from kvatlas.models.checkpoint_identity import weights_identity
-from kvatlas.models.gpus import GPUS, OVERHEAD, Gpu, Gpus, find_gpu, find_gpus, memory_for_cache
+from kvatlas import imported_on_first_use
 from kvatlas.models.known_models import catalogue
 from kvatlas.models.layer import Layer
 from kvatlas.models.model import Model
 
 if TYPE_CHECKING:
+    from kvatlas.models.cache_identity import CacheIdentity, config_identity
+    from kvatlas.models.checkpoint_identity import weights_identity
+    from kvatlas.models.gpus import (
+        GPUS,
+        OVERHEAD,
+        Gpu,
+        Gpus,
+        find_gpu,
+        find_gpus,
+        memory_for_cache,
+    )
     from kvatlas.models.weights import Weights
+else:
+    __getattr__ = imported_on_first_use(
+        __name__,
+        {
+            "cache_identity": ("CacheIdentity", "config_identity"),
+            "checkpoint_identity": ("weights_identity",),
+            "gpus": (
+                "GPUS", "OVERHEAD", "Gpu", "Gpus", "find_gpu", "find_gpus", "memory_for_cache",
+            ),
+            "weights": ("Weights",),
+        },
+    )  # fmt: skip
 
 __all__ = [
     "GPUS",
@@ -39,13 +60,3 @@ __all__ = [
     "memory_for_cache",
     "weights_identity",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Import `Weights` on first use: plans and routes do not need it."""
-    if name != "Weights":
-        raise AttributeError(f"module 'kvatlas.models' has no attribute {name!r}")
-    from kvatlas.models.weights import Weights
-
-    globals()[name] = Weights
-    return Weights

@@ -7,14 +7,10 @@ The result is a `Plan`, which is pure data.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from kvatlas import imported_on_first_use
 from kvatlas.planning.backends import BACKENDS, Backend, backends_of
-from kvatlas.planning.fitting import Fit, Fitting, fit
-from kvatlas.planning.foreign_memory import foreign
-from kvatlas.planning.given_sizes import GivenSizes, Topology
-from kvatlas.planning.memory_budget import Budget, EngineLoad, gpu_budget
 from kvatlas.planning.plan_parts import FieldPlacement, Group, Pool, PoolSegment, Region
 from kvatlas.planning.planner import Policy, plan
 from kvatlas.planning.plans import Plan
@@ -24,6 +20,23 @@ if TYPE_CHECKING:
     from kvatlas.planning.exchange_document import CacheDocument, TablesDocument
     from kvatlas.planning.exchange_from_plan import to_exchange
     from kvatlas.planning.exchange_to_plan import from_exchange
+    from kvatlas.planning.fitting import Fit, Fitting, fit
+    from kvatlas.planning.foreign_memory import foreign
+    from kvatlas.planning.given_sizes import GivenSizes, Topology
+    from kvatlas.planning.memory_budget import Budget, EngineLoad, gpu_budget
+else:
+    __getattr__ = imported_on_first_use(
+        __name__,
+        {
+            "exchange_document": ("CacheDocument", "TablesDocument"),
+            "exchange_from_plan": ("to_exchange",),
+            "exchange_to_plan": ("from_exchange",),
+            "fitting": ("Fit", "Fitting", "fit"),
+            "foreign_memory": ("foreign",),
+            "given_sizes": ("GivenSizes", "Topology"),
+            "memory_budget": ("Budget", "EngineLoad", "gpu_budget"),
+        },
+    )
 
 __all__ = [
     "BACKENDS",
@@ -53,19 +66,3 @@ __all__ = [
     "plan",
     "to_exchange",
 ]
-
-_LATER = {
-    "CacheDocument": "exchange_document",
-    "TablesDocument": "exchange_document",
-    "to_exchange": "exchange_from_plan",
-    "from_exchange": "exchange_to_plan",
-}
-"""Names that are imported on first use, by module: plans and routes do not need them."""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module 'kvatlas.planning' has no attribute {name!r}")
-    value = getattr(import_module(f"kvatlas.planning.{_LATER[name]}"), name)
-    globals()[name] = value
-    return value
