@@ -8,8 +8,9 @@ wrapper. The readers only determine patterns and shapes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 from kvatlas.geometry import DType
 from kvatlas.models.cache_dtypes import cached
@@ -29,8 +30,7 @@ class StateDtypes(NamedTuple):
     conv: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Decoder:
+class Decoder(msgspec.Struct, frozen=True):
     """A text model's config, dtypes and layer names.
 
     >>> sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}

@@ -7,8 +7,9 @@ attention or short convolutions. Whisper's decoder also caches the encoder's row
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
+
+from msgspec.structs import replace
 
 from kvatlas.models.cache_dtypes import cached
 from kvatlas.models.config import bad, missing

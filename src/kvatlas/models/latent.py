@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, cast
+
+from msgspec.structs import replace
 
 from kvatlas.models.cache_dtypes import cached
 from kvatlas.models.config import Config, bad, missing

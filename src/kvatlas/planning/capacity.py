@@ -10,8 +10,8 @@ many blocks in vLLM's plan, so the ratio is worst at the shortest length.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,8 +39,7 @@ def longest_promised(request: PlanRequest) -> int:
     return request.max_len if request.runs_on else max(request.max_len, LENGTHS)
 
 
-@dataclass(frozen=True, slots=True)
-class Capacity:
+class Capacity(msgspec.Struct, frozen=True):
     """The capacity of a plan: its groups, and the number of blocks in each pool."""
 
     groups: tuple[Group, ...]
@@ -72,8 +71,7 @@ def steps(groups: Iterable[Group], request: PlanRequest) -> NDArray[np.int64]:
     return np.concatenate([*starts, [longest, request.max_len]])
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(msgspec.Struct, frozen=True):
     """The number of requests that a plan fits, divided by the number that another plan fits.
 
     `share` is the smallest ratio over all request lengths. `length` and `in_flight` are the request

@@ -14,9 +14,11 @@ applies is used:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Layout
@@ -45,8 +47,7 @@ _PROMOTED: dict[Kind, Kind] = {
 """For each kind of local attention, the kind it becomes if its cache keeps all tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupDraft:
+class GroupDraft(msgspec.Struct, frozen=True):
     """The layers of a future group. If `mixed` is true, their pages may differ."""
 
     layers: tuple[SizedLayer, ...]

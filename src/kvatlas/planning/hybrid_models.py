@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
 
@@ -83,8 +82,7 @@ class Yardstick:
         return f"vLLM's block size is {self.block:,} tokens."
 
 
-@dataclass(frozen=True)
-class Hybrid:
+class Hybrid(msgspec.Struct, frozen=True, dict=True):
     """A model with both attention and recurrent layers, and the settings of its plan."""
 
     request: PlanRequest

@@ -6,7 +6,6 @@ This is the last step of every policy. Groups that overlay each other share a po
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
 from typing import NamedTuple
@@ -37,8 +36,7 @@ _FORGOTTEN_UNIT = 1_000
 """If the memory is less than this many bytes, the error asks whether a unit is missing."""
 
 
-@dataclass(frozen=True)
-class PoolDraft:
+class PoolDraft(msgspec.Struct, frozen=True, dict=True):
     """Groups that overlay each other in one pool."""
 
     groups: tuple[GroupDraft, ...]
@@ -64,7 +62,7 @@ class PoolDraft:
             GroupDraft(tuple(x for x in group.layers if stages[x.name] == stage), group.mixed)
             for group in self.groups
         )
-        return replace(self, groups=groups)
+        return msgspec.structs.replace(self, groups=groups)
 
     @cached_property
     def width(self) -> int:
@@ -91,8 +89,7 @@ class PoolDraft:
         return needed
 
 
-@dataclass(frozen=True)
-class PlanDraft:
+class PlanDraft(msgspec.Struct, frozen=True, dict=True):
     """The pools and block size from which a plan is built."""
 
     pools: tuple[PoolDraft, ...]

@@ -24,8 +24,9 @@ plans differ in three cases:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
+
+from msgspec.structs import replace
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Layout

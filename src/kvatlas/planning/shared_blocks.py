@@ -10,9 +10,9 @@ keep the promise of policy atlas (see `capacity`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -42,8 +42,7 @@ _ALIGNMENT = 128
 Numbers = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class SharedBlock:
+class SharedBlock(msgspec.Struct, frozen=True):
     """A block that holds either attention layers, or states, or parts of states."""
 
     tokens: int
@@ -65,8 +64,7 @@ class SharedBlock:
         return (self.tokens, round(self.padding, 2), self.splits, sum(self.groups))
 
 
-@dataclass(frozen=True)
-class LayerKind:
+class LayerKind(msgspec.Struct, frozen=True, dict=True):
     """Layers that can share a block table and a kind of page."""
 
     layers: Sequence[SizedLayer]

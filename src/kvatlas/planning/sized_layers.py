@@ -7,12 +7,12 @@ have the same `key` if they can share a block table and a region of memory.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from math import gcd
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from kvatlas.geometry import Page, Sharding
 from kvatlas.geometry.integers import round_up
@@ -88,8 +88,7 @@ def _alike(spec: Spec, tp: int) -> tuple[Any, ...]:
     return (type(spec), *fields.items())
 
 
-@dataclass(frozen=True, slots=True)
-class SizedLayer:
+class SizedLayer(msgspec.Struct, frozen=True, dict=True):
     """A layer at a given block size, on one of `tp` ranks."""
 
     layer: Layer
@@ -107,16 +106,17 @@ class SizedLayer:
     """Number of parts into which a state is split by heads; each has a separate page."""
     part: int = 0
     """The index of the part that this object describes; 0 if the state is not split."""
-    page: Page = field(init=False, compare=False)
-    """The page, including padding."""
-    nbytes: int = field(init=False, compare=False)
-    """Bytes of the page."""
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def page(self) -> Page:
+        """The page, including padding."""
         # A part has the same size as a whole state would have with tp x `splits` ranks.
-        page = page_of(self.layer.spec, self.block, self.tp * self.splits, 0, self.padded)
-        object.__setattr__(self, "page", page)
-        object.__setattr__(self, "nbytes", page.nbytes)
+        return page_of(self.layer.spec, self.block, self.tp * self.splits, 0, self.padded)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the page."""
+        return self.page.nbytes
 
     def cut(self, block: int, splits: int = 1, part: int = 0) -> SizedLayer:
         """Return the layer with blocks of `block` tokens.
@@ -141,7 +141,7 @@ class SizedLayer:
         """Return the layer with another spec; its page must have the same size."""
         if spec is self.spec:
             return self
-        return replace(self, layer=msgspec.structs.replace(self.layer, spec=spec))
+        return replace(self, layer=replace(self.layer, spec=spec))
 
     @property
     def name(self) -> str:
@@ -270,7 +270,7 @@ def _with_whole_rings(request: PlanRequest, block: int) -> Iterator[Layer]:
     }
     for layer in layers:
         if isinstance(layer.spec, Ring) and layer.spec.fills_page:
-            yield msgspec.structs.replace(layer, spec=layer.spec.enlarged(pages[layer.index]))
+            yield replace(layer, spec=layer.spec.enlarged(pages[layer.index]))
         else:
             yield layer
 
