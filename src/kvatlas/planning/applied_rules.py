@@ -23,14 +23,17 @@ def applied_checkpoints(
     Specs without a rule are omitted. A rule that aligns the block size applies only if every
     recurrent spec of the model has a rule that aligns the block size.
     """
-    specs = {layer.spec for layer in model.layers if isinstance(layer.spec, Recurrent)}
-    found = {spec: rules.checkpoint(model, spec, chip) for spec in specs}
+    found = {spec: rules.checkpoint(model, spec, chip) for spec in _recurrent_specs(model)}
     aligned = all(rule is not None and rule.alignment > 1 for rule in found.values())
     return {
         spec: rule
         for spec, rule in found.items()
         if rule is not None and (rule.alignment == 1 or aligned)
     }
+
+
+def _recurrent_specs(model: Model) -> set[Recurrent]:
+    return {layer.spec for layer in model.layers if isinstance(layer.spec, Recurrent)}
 
 
 def rule_reasons(request: PlanRequest) -> Iterator[str]:
@@ -88,7 +91,7 @@ def chip_warnings(request: PlanRequest) -> Iterator[str]:
         )
     if request.chip is not None or request.policy.startswith("atlas"):
         return
-    if not request.prefix_caching:
+    if not request.prefix_caching or not _recurrent_specs(request.model):
         return
     differs = [
         chip

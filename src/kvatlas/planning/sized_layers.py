@@ -7,12 +7,12 @@ have the same `key` if they can share a block table and a region of memory.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
 from math import gcd
 from typing import Any, Literal
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import force_setattr, replace
 
 from kvatlas.geometry import Page, Sharding
 from kvatlas.geometry.integers import round_up
@@ -88,7 +88,7 @@ def _alike(spec: Spec, tp: int) -> tuple[Any, ...]:
     return (type(spec), *fields.items())
 
 
-class SizedLayer(msgspec.Struct, frozen=True, dict=True):
+class SizedLayer(msgspec.Struct, frozen=True):
     """A layer at a given block size, on one of `tp` ranks."""
 
     layer: Layer
@@ -106,17 +106,16 @@ class SizedLayer(msgspec.Struct, frozen=True, dict=True):
     """Number of parts into which a state is split by heads; each has a separate page."""
     part: int = 0
     """The index of the part that this object describes; 0 if the state is not split."""
+    page: Page = None  # type: ignore[assignment]
+    """The page, including padding. It is computed, like its size."""
+    nbytes: int = 0
+    """Bytes of the page."""
 
-    @cached_property
-    def page(self) -> Page:
-        """The page, including padding."""
+    def __post_init__(self) -> None:
         # A part has the same size as a whole state would have with tp x `splits` ranks.
-        return page_of(self.layer.spec, self.block, self.tp * self.splits, 0, self.padded)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the page."""
-        return self.page.nbytes
+        page = page_of(self.layer.spec, self.block, self.tp * self.splits, 0, self.padded)
+        force_setattr(self, "page", page)
+        force_setattr(self, "nbytes", page.nbytes)
 
     def cut(self, block: int, splits: int = 1, part: int = 0) -> SizedLayer:
         """Return the layer with blocks of `block` tokens.

@@ -106,6 +106,9 @@ class Compiler:
         """Cache of the runs between two placements; many groups and ranks share them."""
         self._merged: dict[tuple[StripPages, ...], tuple[StridedRuns, ...]] = {}
         """Cache of the merged strips between two groups; many groups and ranks share them."""
+        self._group_pairs: dict[tuple[object, ...], GroupPair] = {}
+        self._offsets: dict[tuple[str, int, int, str], tuple[Ends, ...]] = {}
+        """Cache of the page offsets of layers, by the first of them; all ranks share them."""
 
     def sources(self, destination_rank: int) -> tuple[int, ...]:
         """Return the source ranks from which a destination rank reads."""
@@ -116,12 +119,18 @@ class Compiler:
     ) -> dict[GroupPair, tuple[StridedRuns, ...]]:
         """Return the runs between two ranks as strips (`StridedRuns`), by pair of groups."""
         strips: dict[GroupPair, list[StripPages]] = defaultdict(list)
+        runs: dict[int, StridedRuns] = {}
         for alike, needed in self.choices(source_rank, destination_rank):
-            names = [name for name in alike if layers is None or name in layers]
-            if names:
-                pair = self.group_pair(names[0], needed)
-                pages = self._pages(names, needed)
-                strips[pair].append(StripPages(self._strip(names[0], needed), pages))
+            pages = self._pages(alike, needed)
+            if layers is not None:
+                named = zip(alike, pages, strict=True)
+                pages = tuple(page for name, page in named if name in layers)
+            if pages:
+                # Layers of one form share the shard object and its strip.
+                if id(needed) not in runs:
+                    runs[id(needed)] = self._strip(alike[0], needed)
+                pair = self.group_pair(alike[0], needed)
+                strips[pair].append(StripPages(runs[id(needed)], pages))
         if layers is not None:  # Not cached: callers may pass any subset.
             return {pair: _merged(own) for pair, own in strips.items()}
         merged: dict[GroupPair, tuple[StridedRuns, ...]] = {}
@@ -135,16 +144,19 @@ class Compiler:
     def group_pair(self, layer: str, needed: NeededShard) -> GroupPair:
         """Return the source and destination groups between which a layer's shard is copied."""
         chosen = needed.sources[0]
-        source, destination = (
-            self.source.parts[layer][chosen.part],
-            self.destination.parts[layer][needed.part],
-        )
-        return GroupPair(
-            (self.source.region(source).group, self.destination.region(destination).group),
-            self.source.specs[layer].tokens_per_state,
-            self.visibilities[layer],
-            (chosen.cells, needed.cells),
-        )
+        key = (layer, chosen.part, needed.part, chosen.cells, needed.cells)
+        if key not in self._group_pairs:
+            source, destination = (
+                self.source.parts[layer][chosen.part],
+                self.destination.parts[layer][needed.part],
+            )
+            self._group_pairs[key] = GroupPair(
+                (self.source.region(source).group, self.destination.region(destination).group),
+                self.source.specs[layer].tokens_per_state,
+                self.visibilities[layer],
+                (chosen.cells, needed.cells),
+            )
+        return self._group_pairs[key]
 
     def fields_chosen_by(self, layer: str, part: LayerPart) -> Mapping[str, FieldView]:
         """Return the fields for which source ranks are chosen: all fields of the layer part."""
@@ -287,12 +299,15 @@ class Compiler:
             self._runs[key] = StridedRuns.between(here, there)
         return self._runs[key]
 
-    def _pages(self, layers: Sequence[str], needed: NeededShard) -> tuple[Ends, ...]:
+    def _pages(self, layers: Layers, needed: NeededShard) -> tuple[Ends, ...]:
         """Return the byte offsets of each layer's page from page 0, as (source, destination)."""
         source, destination, layer = self.source, self.destination, layers[0]
-        here = source.page_offsets(source.parts[layer][needed.sources[0].part], needed.field)
-        there = destination.page_offsets(destination.parts[layer][needed.part], needed.field)
-        return tuple((here[name], there[name]) for name in layers)
+        key = (layer, needed.sources[0].part, needed.part, needed.field)
+        if key not in self._offsets:
+            here = source.page_offsets(source.parts[layer][needed.sources[0].part], needed.field)
+            there = destination.page_offsets(destination.parts[layer][needed.part], needed.field)
+            self._offsets[key] = tuple((here[name], there[name]) for name in layers)
+        return self._offsets[key]
 
 
 def _merged(strips: Iterable[StripPages]) -> tuple[StridedRuns, ...]:
