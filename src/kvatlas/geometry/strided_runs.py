@@ -193,7 +193,8 @@ def fold_states(
             source, destination = ((*runs.strides[end], runs.state_strides[end]) for end in (0, 1))
             wider = runs._replace(sizes=(*runs.sizes, states), strides=(source, destination))
             kinds[kind] = (wider if states > 1 else runs)._replace(state_strides=(0, 0)).folded()
-        folded.append(kinds[kind]._replace(offsets=runs.offsets))
+        wide = kinds[kind]
+        folded.append(StridedRuns(*wide[:5], runs.offsets, wide.item))
     return merge_runs([*folded, *others])
 
 

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from kvatlas.geometry import StridedRuns
 from kvatlas.routing.binding import CompiledPair, compile_pair
-from kvatlas.routing.compiler import Compiler
+from kvatlas.routing.compiler import Compiler, GroupPair
 from kvatlas.routing.converting_compiler import ConvertedBox, ConvertingCompiler
 from kvatlas.routing.element_casts import CastPairs, cast_patterns, compile_casts
 from kvatlas.routing.request import RequestEnds
@@ -23,6 +24,9 @@ _V = TypeVar("_V")
 _Chosen = tuple[int, int, frozenset[str] | None]
 """A source rank, a destination rank, and layer names or None for all layers."""
 
+_PairParts = tuple[GroupPair, tuple[StridedRuns, ...], tuple[StridedRuns, ...]]
+"""Two groups, the runs between them, and runs of unused bytes."""
+
 _MOST_COMPILED = 4096
 """Maximum number of compiled rank pairs and layer subsets; the oldest are evicted first."""
 
@@ -32,6 +36,7 @@ class CompiledRoute:
 
     def __init__(self) -> None:
         self._pairs: dict[tuple[object, ...], list[CompiledPair]] = {}
+        self._shared: dict[_PairParts, CompiledPair] = {}
         self._boxes: dict[_Chosen, list[ConvertedBox]] = {}
         self._casts: dict[_Chosen, CastPairs | None] = {}
 
@@ -51,12 +56,16 @@ class CompiledRoute:
 
         def compiled() -> list[CompiledPair]:
             filled = unused(*chosen)
-            return [
-                compile_pair(pair, own, filled.get(pair, ()))
-                for pair, own in compiler.strips(*chosen).items()
-            ]
+            strips = compiler.strips(*chosen).items()
+            if names is not None:  # Not shared: callers may pass any subset.
+                return [compile_pair(pair, own, filled.get(pair, ())) for pair, own in strips]
+            return [self._shared_pair((pair, own, filled.get(pair, ()))) for pair, own in strips]
 
         return _cached(self._pairs, (compiler, *chosen), compiled)
+
+    def _shared_pair(self, parts: _PairParts) -> CompiledPair:
+        """Return `compile_pair(*parts)`; ranks that copy the same bytes share the result."""
+        return _cached(self._shared, parts, lambda: compile_pair(*parts))
 
     def boxes(
         self,

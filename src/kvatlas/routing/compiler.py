@@ -231,7 +231,7 @@ class Compiler:
                 (source for source in needed.sources if source.tp_rank == rank),
                 key=lambda source: abs(source.part - near_part),
             )
-            chosen[first + rank][layer].append(needed._replace(sources=(source,)))
+            chosen[first + rank][layer].append(NeededShard(*needed[:5], (source,)))
         self._chosen[destination_rank] = dict(chosen)
         return self._chosen[destination_rank]
 
@@ -353,7 +353,7 @@ def _intersect(
             edges |= {held.start, held.start + held.length}
         for first, last in pairwise(sorted(e for e in edges if needed.start <= e <= stop)):
             holders = tuple(
-                source._replace(local=source.local + first - held.start)
+                SourceShard(*source[:2], source.local + first - held.start, source.cells)
                 for source, held in mine
                 if held.start <= first and last <= held.start + held.length
             )

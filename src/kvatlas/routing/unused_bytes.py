@@ -32,23 +32,15 @@ Page = tuple[str, int]
 """A layer, and the index of a part of its state."""
 
 
-class CopiedGap(NamedTuple):
-    """A range of bytes in block 0 of the source and of the destination that nothing uses."""
+def _gap_runs(block_strides: Ends, offsets: Ends, length: int) -> StridedRuns:
+    """Return the runs that copy `length` bytes of each block; `offsets` are those of block 0."""
+    return StridedRuns(block_strides, (0, 0), (0, 0), (), ((), ()), offsets, length)
 
-    offsets: Ends
-    block_strides: Ends
-    length: int
 
-    def arriving(self) -> CopiedGap:
-        """Return the range as a copy from the destination to itself."""
-        (_, offset), (_, stride) = self.offsets, self.block_strides
-        return CopiedGap((offset, offset), (stride, stride), self.length)
-
-    def runs(self) -> StridedRuns:
-        """Return the runs that copy the range in every block."""
-        return StridedRuns(
-            self.block_strides, (0, 0), (0, 0), (), ((), ()), self.offsets, self.length
-        )
+def _arriving(gap: StridedRuns) -> StridedRuns:
+    """Return the runs of a gap as a copy from the destination to itself."""
+    (_, stride), (_, offset) = gap.block_strides, gap.offsets
+    return _gap_runs((stride, stride), (offset, offset), gap.item)
 
 
 UnusedRuns = Callable[
@@ -62,8 +54,10 @@ def no_unused_runs(*_: object) -> dict[GroupPair, tuple[StridedRuns, ...]]:
     return {}
 
 
-Gaps = Mapping[Page, tuple[CopiedGap, ...]]
-"""Ranges that are copied with a page, whenever the page is copied whole."""
+Gaps = Mapping[Page, tuple[StridedRuns, ...]]
+"""The runs of the gaps that are copied with a page, whenever the page is copied whole.
+
+A gap is a range of bytes of a block that nothing uses at either end."""
 
 
 class UnusedBytesOfBlocks:
@@ -95,7 +89,7 @@ class UnusedBytesOfBlocks:
         `arrivals` compiles copies from the destination plan to itself, so both ranks are equal.
         """
         gaps = {
-            page: tuple(gap.arriving() for gap in found)
+            page: tuple(map(_arriving, found))
             for by_page in self._by_source(destination_rank).values()
             for page, found in by_page.items()
         }
@@ -104,7 +98,7 @@ class UnusedBytesOfBlocks:
     def _by_source(self, destination_rank: int) -> dict[int, Gaps]:
         """Return the gaps that a rank copies, by source rank. Each page has them from one rank."""
         if destination_rank not in self._found:
-            found: dict[int, dict[Page, tuple[CopiedGap, ...]]] = defaultdict(dict)
+            found: dict[int, dict[Page, tuple[StridedRuns, ...]]] = defaultdict(dict)
             stage, _ = self._ends[1].plan.split_rank(destination_rank)
             for group, suppliers in self._suppliers(destination_rank).items():
                 if len(suppliers) == 1:
@@ -157,10 +151,10 @@ class UnusedBytesOfBlocks:
         gaps = [gap for gap in image.unused() if gap.inside or not single]
         if sum(gap.length for gap in gaps) > _MOST_UNUSED * image.nbytes:
             return {}
-        found: dict[Page, list[CopiedGap]] = defaultdict(list)
+        found: dict[Page, list[StridedRuns]] = defaultdict(list)
         for gap in gaps:
             offsets = image.offset(gap, here.blocks), image.offset(gap, there.blocks)
-            copied = CopiedGap(offsets, (image.size, image.size), gap.length)
+            copied = _gap_runs((image.size, image.size), offsets, gap.length)
             found[there.pages[gap.page]].append(copied)
         return {page: tuple(own) for page, own in found.items()}
 
@@ -229,7 +223,7 @@ def _by_pair(
     found: dict[GroupPair, list[StridedRuns]] = defaultdict(list)
     for page, pair in _pairs_of(compiler, source_rank, destination_rank, gaps):
         if layers is None or page[0] in layers:
-            found[pair] += [gap.runs() for gap in gaps[page]]
+            found[pair] += gaps[page]
     return {pair: tuple(runs) for pair, runs in found.items()}
 
 
