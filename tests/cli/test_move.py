@@ -42,7 +42,7 @@ def test_every_byte_arrives_on_one_host_without_any_extra(
 
 def test_content_is_converted_on_the_way_and_people_get_a_table() -> None:
     ends = ("--from", "kv-dtype=fp8", "--to", "kv-dtype=bf16,tp=2", "--convert", "fp8->bf16")
-    result = kvatlas("move", "Qwen3-8B", *ends, "--tokens", "16", "--transport", "shm")
+    result = kvatlas("move", "Qwen3-8B", *ends, "--tokens", "0.016k", "--transport", "shm")
     assert result.exit_code == 0, result.stderr
     assert "All bytes arrived correctly over shm; no other byte changed." in result.stdout
     assert result.stdout.count("staged") == 2, "cells are converted in buffers"

@@ -78,7 +78,7 @@ def doctor(
         typer.Option("--to", help="Arguments of the decode engine: tp=1,block-size=128"),
     ] = None,
     many: Annotated[
-        str, typer.Option("--tokens", help="Tokens of the request to transfer.")
+        str, typer.Option("--tokens", help="Tokens of the request to transfer: 1000, 8K.")
     ] = "1000",
     peer: Annotated[
         str | None,
@@ -113,7 +113,7 @@ def move(
     target_options: Annotated[
         str, typer.Option("--to", help="Plan options of the destination: layout=BHLNC")
     ] = "",
-    many: Annotated[int, typer.Option("--tokens", help="Tokens of the request.")] = 512,
+    many: Annotated[str, typer.Option("--tokens", help="Tokens of the request: 512, 8K.")] = "512",
     transport: Annotated[
         str | None,
         typer.Option(
