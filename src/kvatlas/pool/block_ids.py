@@ -135,7 +135,10 @@ class BlockIds:
         return block
 
     def take_many(self, count: int) -> list[int]:
-        """Take `count` blocks and return their ids. If there are too few, raise and take none."""
+        """Take `count` blocks and return their ids.
+
+        If there are too few blocks, take none and raise `no_blocks`.
+        """
         taken: list[int] = self.take_array(count).tolist()
         return taken
 
@@ -270,9 +273,9 @@ class BlockIds:
         owners, kept, *_ = self._arrays
         wrong = (owners[ids] > 0) | ~kept[ids]
         if wrong.any():
-            problem = "Only kept blocks without an owner can be evicted"
+            problem = "Only blocks with cached content and without an owner can be evicted"
             got = f"block {int(ids[wrong][0])}"
-            hint = "Evict only blocks that all owners have released"
+            hint = "Evict only kept blocks that all of their owners have released"
             raise AtlasError(Code.OUT_OF_RANGE, problem, got=got, hint=hint)
         if self._eviction is not None:
             self._eviction.forget(ids)
@@ -291,7 +294,7 @@ class BlockIds:
         self._eviction.used(idle, self._use(idle))
 
     def _use(self, ids: Int64s) -> Use:  # noqa: ARG002 - for subclasses
-        """Return what the eviction policy is told about blocks without an owner."""
+        """Return the `Use` that the eviction policy receives for blocks without an owner."""
         return Use(self._clock)
 
     def _evict(self, count: int) -> None:
@@ -307,7 +310,7 @@ class BlockIds:
         self._lose(ids)
 
     def _lose(self, ids: Int64s) -> None:
-        """Report evicted blocks."""
+        """Pass the ids of evicted blocks to the callback `evicted`, if there is one."""
         if self._evicted is not None:
             self._evicted(ids.tolist())
 

@@ -65,11 +65,11 @@ class BlockPool:
     """Allocates the blocks of a plan's pools to requests, by group, with prefix caching.
 
     `events` is a function that is called with the events of stored and evicted blocks. It must
-    not raise. With `partial_hits`, a hit may end inside a block if every layer supports it.
+    not raise. With `partial_hits`, a hit may end inside a block if every layer supports that.
 
-    A pool does not lock. Calls of one pool must not overlap: use it from one thread, as a scheduler
-    does, or hold a lock during each call. A call that begins during another one, also from the
-    listener, raises `concurrent_calls` and changes nothing.
+    A pool does not lock. Calls of one pool must not overlap: use the pool from one thread, as a
+    scheduler does, or hold a lock during each call. A call that begins during another call raises
+    `concurrent_calls` and changes nothing. This also applies to calls from `events`.
 
     >>> from kvatlas.planning import plan
     >>> pool = BlockPool(plan("gpt-oss-20b", memory="40GiB"))
@@ -191,7 +191,7 @@ class BlockPool:
         """Reserve blocks for a request's first `tokens` tokens, including computed ones.
 
         Blocks that have left the window of all layers are freed first. If a pool has too few free
-        blocks, an error is raised and none is taken.
+        blocks, `no_blocks` is raised and no block is taken.
         """
         asked = self._get(request)
         tokens = integer(tokens, "the tokens")
@@ -243,8 +243,8 @@ class BlockPool:
     def loaded(self, request: Hashable, tokens: int) -> None:
         """Record that the cache of the first `tokens` tokens was loaded instead of computed.
 
-        A token is assumed to be loaded only if the next token attends to it in all layers. Blocks
-        with earlier tokens are not published to other requests.
+        In each group, only the tokens to which the next token attends in all layers of the group
+        are assumed to be loaded. Blocks with earlier tokens are not published to other requests.
         """
         asked = self._get(request)
         tokens = checked_tokens(tokens, asked.computed, asked.reserved, len(asked.chain))
@@ -478,7 +478,8 @@ class BlockPool:
     def _keep(self, index: int, chain: HashChain, first: int, blocks: list[int]) -> bool:
         """Publish a group's blocks from table entry `first` on. Return whether any is new.
 
-        A block that was computed again replaces its cached copy, so that it is evicted last.
+        A block that was computed again replaces its cached copy. The new block is evicted later
+        than its copy would have been.
         """
         group, kept = self.plan.groups[index], False
         share = None if self._index.groups[index].keeps_all else self._shares.get(group.pool)
@@ -512,7 +513,7 @@ class BlockPool:
             self._news += removed_events(names)
 
     def _tell(self) -> None:
-        """Send pending events to the listener."""
+        """Pass pending events to the function `events`."""
         if self._listener and self._news:
             news, self._news = self._news, []
             self._listener(news)

@@ -80,7 +80,7 @@ def is_recording(path: Path) -> bool:
 
 
 def recorded_batches(path: Path) -> Iterator[tuple[int, ReceivedBatch]]:
-    """Yield the batches of a recording, each with the number of bytes read so far."""
+    """Yield (number of bytes read so far, batch) for each batch of a recording."""
     with path.open("rb") as file:
         done, count, expected = len(file.read(len(FIRST_LINE))), 0, None
         while head := file.read(_HEAD.size):

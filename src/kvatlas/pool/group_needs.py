@@ -63,8 +63,8 @@ def needed_blocks(group: Group, tokens: int) -> range:
 def last_without_need(group: Group, tokens: int) -> int:
     """Return the last position, at most `tokens`, at which a token attends to no earlier token.
 
-    For chunked attention, that is the start of a chunk. For a ring, it is the start of a group of
-    tokens. For other layers, it is 0.
+    For chunked attention, that position is the start of a chunk. For a ring buffer, it is the start
+    of a group of tokens. For other layers, it is 0.
 
     >>> last_without_need(Group(kind="chunked_local_attention", block=16, pool=0, window=24), 80)
     72
@@ -82,10 +82,10 @@ def keeps_all(group: Group) -> bool:
 
 
 def release_order(plan: Plan) -> dict[int, list[int]]:
-    """Return, by pool, its groups in the order in which they release blocks of one position.
+    """Return the groups of each pool in the order in which they release blocks of one position.
 
-    A state or a window is useless without full attention's blocks before it, so it is released
-    first. Alike groups are adjacent.
+    A state or a window cannot be used without the blocks of full attention before it. States and
+    windows are therefore released first. Groups of equal kind, window and block size are adjacent.
     """
     alike: dict[tuple[int, tuple[object, ...]], list[int]] = {}
     for index, group in enumerate(plan.groups):
@@ -109,7 +109,7 @@ def hit_step(plan: Plan) -> int:
 def hash_grain(plan: Plan) -> int:
     """Return the number of tokens between prefix hashes: the gcd of the block sizes.
 
-    Rings are left out, because their blocks are never reused.
+    Groups with ring buffers are left out, because their blocks are never reused.
     """
     blocks = [group.block for group in plan.groups if group.kind != "ring"]
     return gcd(*(blocks or [group.block for group in plan.groups]))

@@ -25,7 +25,7 @@ class CallGuard:
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
             problem = "A call began before another call of the same pool ended"
-            hint = "Call a pool from one thread, or hold a lock; do not call it from its listener"
+            hint = "Use one thread or a lock for all calls, and do not call the pool from `events`"
             raise AtlasError(Code.CONCURRENT_CALLS, problem, got="two calls at once", hint=hint)
 
     def __exit__(self, *_: object) -> None:

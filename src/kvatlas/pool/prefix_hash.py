@@ -19,7 +19,6 @@ from kvatlas.errors import AtlasError, Code
 
 TOKEN = 8
 """Number of bytes per token in packed form."""
-_MOST = 2**63
 
 
 class PrefixIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +38,7 @@ class PrefixIdentity(msgspec.Struct, frozen=True, kw_only=True):
             return sha256(msgspec.msgpack.encode(parts)).digest()
         except UnicodeEncodeError as error:
             problem = "The names of the weights and the adapter must be encodable as UTF-8"
-            hint = "Remove unpaired surrogates"
+            hint = "Remove unpaired surrogates from the names"
             raise AtlasError(Code.BAD_CONFIG, problem, got=repr(error.object), hint=hint) from None
 
 
@@ -163,6 +162,6 @@ def _as_bytes(tokens: Sequence[int]) -> bytes:
             return tokens.astype(np.int64).tobytes()
     except (struct.error, TypeError):
         pass
-    problem = f"Tokens must be integers below {_MOST}"
+    problem = "Tokens must be integers between -2^63 and 2^63 - 1"
     hint = "Pass token ids as a list of int, or as an array of a signed integer dtype"
     raise AtlasError(Code.NOT_AN_INTEGER, problem, got=repr(tokens)[:80], hint=hint)

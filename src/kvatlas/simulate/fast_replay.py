@@ -138,7 +138,7 @@ class FastReplay(PoolReplay):
     def _in_one_step(
         self, parts: list[_Part], found: CachedPrefix, released: list[Released]
     ) -> None:
-        """Do what `_in_steps` does, without windows and without cached copies.
+        """Do the same as `_in_steps`, for a request without windows and cached copies.
 
         No block becomes free before the end, so all steps together need the sum of their blocks.
         """
@@ -162,7 +162,11 @@ class FastReplay(PoolReplay):
         self._make_free([held])
 
     def _make_free(self, counts: list[list[int]]) -> None:
-        """Evict blocks for steps that own these numbers of blocks without ids, by pool."""
+        """Evict enough blocks for several steps, and clear `counts`.
+
+        For each step and pool, `counts` contains the number of blocks without ids that the request
+        owns.
+        """
         peaks = [0] * len(counts)
         for pool, ids in enumerate(self._ids):
             most = 0
@@ -293,7 +297,7 @@ class FastReplay(PoolReplay):
                 part.blocks = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
 
     def _queue(self, ranges: Released, queued: list[list[Ints]]) -> None:
-        """Append the kept blocks of ranges of one pool by position, the last position first."""
+        """Append the kept blocks in ranges of one pool to `queued`, the last position first."""
         every: list[Ints] = []
         ends: list[Ints] = []
         for part, start, stop in ranges:

@@ -112,12 +112,13 @@ def simulate(
 
     The default checkpoint policy is `branch-points`. Requests are served as `BlockPool` serves
     them. Plans of other policies than atlas are simulated as in vLLM, if eviction is LRU: groups
-    release their blocks one after the other, and recomputed blocks are kept twice. `by_group`
-    overrides this. vLLM's way is not simulated with `arrivals` or `tiers`.
+    release their blocks one after the other, and recomputed blocks are kept twice. `by_group=True`
+    simulates every plan in this way, and `by_group=False` no plan. With `tiers`, recomputed blocks
+    are kept once, unlike in vLLM. With `arrivals`, `by_group` has no effect.
 
-    `eviction="optimal"` knows the future. If every layer keeps all tokens, it is Belady's rule.
-    Otherwise nothing is replayed: the rates are upper bounds for all checkpoint and eviction
-    policies (`upper_bound`), and no blocks are counted.
+    `eviction="optimal"` uses the future of the trace. If every layer keeps all tokens, this policy
+    is Belady's rule. Otherwise nothing is replayed: the rates are upper bounds for all checkpoint
+    and eviction policies (`upper_bound`), and no blocks are counted.
 
     By default, requests run one after the other. With `arrivals`, they overlap in time, and active
     requests hold their blocks. Evicted blocks move to the first of `tiers` (plans by name), and
@@ -184,7 +185,7 @@ def _options(
 def _one_by_one(
     plan: Plan, trace: Trace, policy: ReplayPolicy, cost: PrefillCost | None
 ) -> VllmReplay | FastReplay:
-    """Return a replay without overlapping requests: `VllmReplay` if it applies."""
+    """Return a replay of requests one after the other: as in vLLM, or as with a `BlockPool`."""
     if policy.by_group and policy.eviction == "lru":
         model = PoolModel.of(plan, by_group=True)
         spans, tokens = spans_of(trace, model.step), batched_tokens(plan)

@@ -85,7 +85,10 @@ class _Ids(BlockIds):
             self._evict(count - self._waiting)
 
     def take_kept(self, count: int) -> Ints:
-        """Take free blocks, whose content is kept, without an owner. Call `queue` for them."""
+        """Take free blocks without an owner and mark them as kept.
+
+        The caller must pass the blocks to `queue` later.
+        """
         self._waiting -= count
         taken: Ints = self._stack[self._waiting : self._waiting + count].copy()
         self._arrays.kept[taken] = True
@@ -329,7 +332,7 @@ class PoolReplay:
         return True
 
     def _answer(self, asked: Request) -> bool:
-        """Take the blocks of the answer, of which no later request finds anything.
+        """Take the blocks of the answer, which no later request can find.
 
         Windows reuse the blocks that they release, so they take one block at most.
         """
@@ -354,9 +357,10 @@ class PoolReplay:
         return self._seen.count(spans)
 
     def _describe(self, bundle: Bundle, request: int, first: int, blocks: Ints) -> None:
-        """Record what the eviction policy needs to know of blocks [group, entry] from `first` on.
+        """Record the data that the eviction policy needs about `blocks`, an array [group, entry].
 
-        A recurrent state has the table entry that ends where it is.
+        `first` is the table entry of the first column. The entry of a recurrent state is the one
+        that ends at the position of the state.
         """
         ids, entries = self._ids[bundle.one.pool], np.arange(first, first + blocks.shape[1])
         if self._saved and ids.saved is not None:
@@ -641,7 +645,7 @@ class PoolReplay:
         return elements
 
     def _sweep(self, bundle: Bundle) -> None:
-        """Free the rows of states of which no group has a block."""
+        """Free the rows of states whose blocks were evicted in every group."""
         start, stop = bundle.base, bundle.base + bundle.width * bundle.groups
         rows = self._where[start:stop].reshape(bundle.width, bundle.groups)
         empty = np.flatnonzero((rows < 0).all(axis=1))

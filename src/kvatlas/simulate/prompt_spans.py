@@ -81,7 +81,7 @@ class Spans:
     def next_uses(self) -> Ints:
         """Return, for each element of `numbers`, the index of the next request with that span.
 
-        If there is none, the result is larger than all request numbers.
+        If there is none, the result is larger than the indices of all requests.
         """
         requests = np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
         order = np.argsort(self.numbers, kind="stable")

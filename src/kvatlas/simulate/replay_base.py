@@ -1,9 +1,9 @@
 """`ReplayBase`: the content of a plan's pools during a replay, and the hits of requests.
 
-An entry is a span of one layer class: an integer with the class in the high bits and the span in
-the low bits. A request finds the longest prefix that every class can serve, and adds its new
-entries. Subclasses define which entries are evicted for new ones. All operations work on arrays, so
-a request takes microseconds and a span takes nanoseconds.
+An entry is a span of one layer class. It is represented by an integer with the class in the high
+bits and the span in the low bits. A request finds the longest prefix that every class can serve,
+and adds its new entries. Subclasses define which entries are evicted for new ones. All operations
+work on arrays, so a request takes microseconds and a span takes nanoseconds.
 """
 
 from __future__ import annotations

@@ -61,7 +61,10 @@ class LowerTier:
             here[_kind(one)] = here.get(_kind(one), 0) + one.blocks * one.block_bytes
         if set(here) != set(there):
             problem = "The plan of a tier must have the same kinds of layers as the GPU's plan"
-            got = f"{len(there)} kinds of layers in tier {name!r} ({plan.model}), not {len(here)}"
+            got = (
+                f"{len(there)} kinds of layers in tier {name!r} ({plan.model}), of which "
+                f"{len(set(here) & set(there))} are among the {len(here)} kinds on the GPU"
+            )
             hint = "Plan the same model for all tiers"
             raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
         sizes = tuple(

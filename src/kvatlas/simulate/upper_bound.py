@@ -39,9 +39,8 @@ class _Runs:
     """Runs of consecutive spans. All spans of a run were last used by one earlier request.
 
     A request has several runs, because its shorter prefixes were used more recently than longer
-    ones. The best
-    hit of a request always ends at the end of a run: inside a run, the gain of a hit is a convex
-    function of its length.
+    ones. The best hit of a request always ends at the end of a run, because inside a run the gain
+    of a hit is a convex function of the hit's length.
     """
 
     request: Ints

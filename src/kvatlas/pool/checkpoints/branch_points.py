@@ -8,7 +8,7 @@ from kvatlas.pool.checkpoints.base import Checkpoints, Positions, Prompt
 
 
 class BranchPoints(Checkpoints):
-    """Keep a checkpoint where a prompt diverges from earlier prompts, and one at its end.
+    """Keep a checkpoint where a prompt diverges from earlier prompts, and one at the prompt's end.
 
     For example, the second request that begins with a system prompt keeps a checkpoint where the
     system prompt ends.

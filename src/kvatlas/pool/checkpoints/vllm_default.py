@@ -2,8 +2,8 @@
 
 The first checkpoint is at the last complete block before the prompt's last token, where the same
 prompt could continue if it were sent again. The second is at the end of the prefix that full
-attention has cached, where this request diverges from an earlier one. It is kept only if states or
-windows are missing there.
+attention has cached, where this request diverges from an earlier one. The second checkpoint is kept
+only if states or windows are missing there.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ class Optimal(Eviction):
         """Rank by next use, the latest first."""
         if use.next_use is None:
             problem = (
-                "The `optimal` policy needs the next use of each entry, known only in a replay"
+                "The `optimal` policy needs the next use of each entry, which is known only in a "
+                "simulation"
             )
             hint = "Use `optimal` only in simulations; in a BlockPool, pass eviction='lru'"
             raise AtlasError(Code.CONTRADICTORY, problem, got="next_use=None", hint=hint)

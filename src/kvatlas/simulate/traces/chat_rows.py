@@ -111,8 +111,8 @@ class ChatRows(LineFormat):
     def _time(self, row: Any) -> float | None:
         """Return the arrival time of a row in seconds; None if the row has no time.
 
-        The time is stored for the row's session, because a later row may have only a delay after
-        it.
+        The time is stored for the row's session, because a later row of the session may have only a
+        delay after this time.
         """
         time = seconds(row.timestamp, 0.001 if row.input is None else 1.0)
         gap = row.pre_gap if row.delay is None else row.delay / 1000

@@ -146,7 +146,10 @@ class EventTraceBuilder:
     # -- requests -----------------------------------------------------------------------
 
     def _let_go(self, *, everything: bool = False) -> None:
-        """Add finished requests to the trace in order of arrival; stop at one that may continue."""
+        """Add requests to the trace in order of arrival, until one may still continue.
+
+        If `everything` is true, add all requests.
+        """
         longest = max(PAUSE, self._builder.block / SLOWEST)
         while self._waiting and (
             everything

@@ -2,7 +2,8 @@
 
 A prefix is a sequence of ids. It is identified by a 64-bit hash, which is a sum over the ids of the
 prefix. Each term mixes an id and its position. Equal ids with different predecessors are therefore
-different prefixes. Among 40 million distinct prefixes, two share a hash in one trace of 20,000.
+different prefixes. If traces have 40 million distinct prefixes each, one trace in 20,000 contains
+two prefixes with the same hash.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def prefix_hashes(ids: Hashes, counts: NDArray[np.int64], partial: NDArray[np.in
     """Return the hash of the prefix that ends at each id of several prompts.
 
     `counts` has the number of ids of each prompt. `partial` has the number of tokens in the last
-    block of each prompt, or 0 if that block is full. Two prompts whose last blocks have one id but
-    different numbers of tokens get different hashes.
+    block of each prompt, or 0 if that block is full. Two prompts whose last blocks have the same id
+    but different numbers of tokens get different hashes.
     """
     if not len(ids):
         return ids.copy()

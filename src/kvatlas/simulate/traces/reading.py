@@ -46,11 +46,11 @@ def read_trace(
 ) -> Trace:
     """Return the trace in a file or a folder. The format is detected; `.gz` and `.zst` are read.
 
-    The meaning of `block` depends on the format. Where the file contains ids, it is the number of
-    tokens per id: 512 by default in Mooncake's format, 16 in Bailian's. For tokens and text it is
-    the block size in which prompts are compared, 16 by default. For KV events it selects the events
-    of one block size. `tokenizer` is a `tokenizer.json`, its folder or a hub id, for traces that
-    contain text; without it, lengths are estimated.
+    The meaning of `block` depends on the format. If the file contains ids, `block` is the number of
+    tokens per id: 512 by default in Mooncake's format, 16 in Bailian's. If the file contains tokens
+    or text, `block` is the block size in which prompts are compared, 16 by default. For KV events,
+    `block` selects the events of one block size. `tokenizer` is a `tokenizer.json`, its folder or a
+    hub id, for traces that contain text. Without a tokenizer, the lengths of texts are estimated.
     """
     path = Path(path)
     if block is not None:

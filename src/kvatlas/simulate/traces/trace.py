@@ -155,7 +155,7 @@ class Trace:
         return self if limit is None else _within(self, limit)
 
     def repeated(self, times: int) -> Trace:
-        """Return the trace repeated `times` times. Repetitions share no ids, so no prefixes."""
+        """Return the trace repeated `times` times. Repetitions share neither ids nor prefixes."""
         each = int(self.starts[-1])
         span = float(self.times.max(initial=0.0))
         ids = [self.ids.astype(np.int64) + n * self.distinct for n in range(times)]
