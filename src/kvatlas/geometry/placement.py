@@ -10,7 +10,7 @@ byte, an element, a cell or a whole run, depending on how far the placement is f
 Views, copies and descriptors therefore share one type.
 
 Placements are canonical: an axis of size 1 has stride 0. Two placements with the same axes
-are equal exactly if they map every coordinate to the same bytes. The constructor rejects
+are equal if and only if they map every coordinate to the same bytes. The constructor rejects
 placements that overlap themselves.
 """
 

@@ -3,8 +3,8 @@
 Pages and plans are validated when they are constructed and again when they are read from a
 peer or a file, so validation must be exact, and fast for pools of a million pages. If all parts
 share an axis, such as the blocks of a pool, and fit into one step of this axis, only one step is
-checked. Holes need no search: parts that do not overlap and are in bounds cover the buffer
-exactly if their bytes add up to its size.
+checked. Holes need no search: parts that do not overlap and are in bounds cover the whole buffer
+if and only if their bytes add up to its size.
 """
 
 from __future__ import annotations
