@@ -92,5 +92,5 @@ def test_an_offer_has_the_rows_that_its_ring_still_has() -> None:
             assert there, end
         except AtlasError as refusal:
             assert refusal.code is Code.BAD_TOKENS
-            assert "overwritten" in str(refusal)
+            assert "no longer has the rows" in str(refusal)
             assert not there, end
