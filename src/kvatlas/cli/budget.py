@@ -52,9 +52,9 @@ def budget(
 ) -> None:
     """Divide the memory of a GPU under vLLM into weights, cache, activations and the rest.
 
-    Each line has its source and its error. The topology is the one that serves the most users,
-    among those with the given sizes; a host has more than one pipeline stage only if nothing else
-    fits. The last lines are flags of `vllm serve`.
+    Each line has its source and its error. The topology has the given sizes and serves the most
+    users; a host has more than one pipeline stage only if no other topology fits. The last lines
+    are flags of `vllm serve`.
     """
     machine = find_gpus(gpu)
     load = EngineLoad.default(
@@ -82,7 +82,8 @@ def budget(
 def _best(fitting: Fitting, gpus: Gpus, sizes: GivenSizes) -> Fit:
     """Return the best fit with one pipeline stage per host, or else the best fit.
 
-    More stages have fewer CUDA graphs each. The error of their estimate is larger than that gain.
+    With more stages, the CUDA graphs of each GPU take less memory. The estimate of this memory has
+    an error that is larger than the difference.
     """
     plain = msgspec.structs.replace(sizes, pp=gpus.hosts)
     if sizes.pp is None and any(True for _ in plain.topologies(gpus)):

@@ -296,7 +296,7 @@ def map(  # noqa: A001 - the command's name
         ),
     ] = None,
 ) -> None:
-    """Draw where every byte of a cache is stored; with --to, the route between two plans.
+    """Draw where every byte of a cache is stored or, with --to, the route between two plans.
 
     Takes a model, or a plan that `kvatlas plan --save` wrote. The page works offline.
     """

@@ -86,7 +86,7 @@ def small_plan(options: PlanOptions, tokens: int) -> Plan:
 
 
 def choose_transport(name: str | None) -> str:
-    """Validate a transport's name; if it is None, return the first one that works on this host."""
+    """Validate a transport's name; if `name` is None, return the first that works on this host."""
     if name is not None and name not in TRANSPORTS:
         raise typer.BadParameter(
             f"{plain(name)!r} is not one of {', '.join(TRANSPORTS)}.", param_hint="'--transport'"

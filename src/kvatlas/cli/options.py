@@ -276,12 +276,12 @@ def contradictory(
 
 
 def takes_plan_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the plan options to a command's signature, and pass them to it as one `PlanOptions`."""
+    """Add the plan options to a command's signature; the command receives one `PlanOptions`."""
     return _spread(command, {}, lambda given: PlanOptions(**given))
 
 
 def takes_models(command: Callable[..., None]) -> Callable[..., None]:
-    """Like `takes_plan_options`, but accept several models and pass a list of `PlanOptions`."""
+    """Do the same as `takes_plan_options`, for several models and a list of `PlanOptions`."""
     several = inspect.Parameter(
         "models", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Annotated[list[str], MODELS]
     )

@@ -56,8 +56,8 @@ def events(
     """Record a running engine's KV events, as a trace for `simulate` and `plan --trace`.
 
     vLLM publishes events with --kv-events-config '{"enable_kv_cache_events": true}'. Each batch
-    is written when it arrives, until Ctrl-C, --seconds or --batches. The file contains the
-    tokens of the prompts.
+    is written when it arrives. The recording ends after Ctrl-C, --seconds or --batches. The file
+    contains the tokens of the prompts.
     """
     from kvatlas.pool import EventRecording, EventSubscriber
 

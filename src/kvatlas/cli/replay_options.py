@@ -96,7 +96,7 @@ class ReplayOptions:
 
 
 def takes_replay_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the replay options to a command's signature, and pass them to it as `replay`."""
+    """Add the replay options to a command's signature; the command receives them as `replay`."""
     own = inspect.signature(command, eval_str=True)
     named = inspect.signature(ReplayOptions, eval_str=True).parameters
     others = [parameter for name, parameter in own.parameters.items() if name != "replay"]

@@ -104,7 +104,7 @@ def _save(path: Path, trace: Trace, rows: list[Row]) -> None:
         raise AtlasError(
             Code.CONTRADICTORY,
             "No plan fits, so there is nothing to draw",
-            got=message,
+            got=f"the error: {message}",
             hint="Pass more memory with --compare memory=..., or a smaller --max-len",
         )
     if not trace.content_known:

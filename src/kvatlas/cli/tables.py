@@ -230,7 +230,7 @@ _RANKS = ("tp", "pp", "dp", "dcp")
 
 
 def comparison(axis: str, rows: list[Row]) -> Group:
-    """Return a table with a row for each plan, and below it why some plans were refused.
+    """Return a table with a row for each plan and, below it, the reasons why plans were refused.
 
     The row that fits the most requests while decoding is highlighted.
     """

@@ -36,8 +36,8 @@ def copy(
 ) -> None:
     """Copy the rows of a prefix to another store, before requests need them there.
 
-    Interrupt it at any time: a second call continues. Exits with 1 if objects are damaged or the
-    other store has no space for them.
+    The copy can be interrupted at any time, and a second call continues it. Exits with 1 if
+    objects are damaged or the other store has no space for them.
     """
     from kvatlas.tier.store_inspection import copy_prefix
 

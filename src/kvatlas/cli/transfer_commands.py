@@ -88,7 +88,7 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check whether two vLLM engines can exchange caches, before either is started.
+    """Check whether two vLLM engines can exchange caches, without starting them.
 
     Pass a model with --from and --to, or two files. A file contains the engine's command line, its
     arguments as JSON, or a saved plan. Exits with 1 if the engines are incompatible.

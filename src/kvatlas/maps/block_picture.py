@@ -128,7 +128,7 @@ def _with_regions(drawn: PlanDrawing, regions: list[RegionDrawing], one: RegionD
     """Return the placement of the first field in region `one` and in similar regions.
 
     Similar regions have the same number of layers and equal axes, and differ only in their offset.
-    The result has an additional axis over these regions, unless there are none.
+    If there are similar regions, the result has an additional axis over all these regions.
     """
 
     def first_field(region: RegionDrawing) -> Box:

@@ -44,7 +44,7 @@ _FRAME = (
 
 
 class Map:
-    """A drawing that shows where every byte of a plan is stored.
+    """A drawing of a plan, or of the route between two plans; it shows where every byte is stored.
 
     >>> import kvatlas
     >>> drawn = kvatlas.map(kvatlas.plan("gpt-oss-20b", memory="40GiB", layout="BHLNC"))
@@ -91,7 +91,7 @@ class Map:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The warnings about the weights, if the map has a fit, and those of the plan."""
+        """The warnings of the plan and, if the map has a fit, the warnings of the fit."""
         return self.plan.warnings if self.fit is None else self.fit.warnings
 
     def html(self) -> str:
@@ -159,10 +159,10 @@ class Map:
 
 
 def _filled(part: str, values: dict[str, str]) -> str:
-    """Replace the HTML comment with which a template part begins by its value in `values`.
+    """Return a part of the HTML template, with the comment at its start replaced by a value.
 
-    `part` is the text after a `<!--`. The key of the value is the text of the comment. If there is
-    no such key, the comment is unchanged.
+    `part` is the text after a `<!--`. The text of the comment is the key of the value in `values`.
+    If there is no such key, the comment is unchanged.
     """
     name, end, text = part.partition("-->")
     return values[name] + text if end and name in values else "<!--" + part

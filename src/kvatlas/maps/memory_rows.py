@@ -146,7 +146,7 @@ def _rows(placed: Placement, *, keep: tuple[str, ...], fewest: int = _FEWEST) ->
 
 
 def _together(count: int, most: int) -> int:
-    """Return the smallest size with which `count` items form at most `most` equal parts.
+    """Return the least number of items per part, for at most `most` equal parts of `count` items.
 
     >>> _together(16, 64), _together(2096, 64)
     (1, 131)
@@ -215,7 +215,7 @@ def _without(every: list[BlockStretch], own: list[BlockStretch]) -> list[BlockSt
 
 
 def _disjoint(stretches: list[BlockStretch]) -> list[BlockStretch]:
-    """Cut byte ranges that overlap, so that none do.
+    """Cut overlapping byte ranges into ranges that do not overlap.
 
     Ranges overlap where several groups use the same bytes.
     """

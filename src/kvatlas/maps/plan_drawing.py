@@ -32,7 +32,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FieldDrawing(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a field is stored in a region, and the heads or channels that each rank holds."""
+    """The location of a field in a region, and the heads or channels that each rank holds."""
 
     name: str
     dtype: str

@@ -48,7 +48,10 @@ class RouteDrawing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draw_route(source: Plan, destination: Plan, *, tokens: int | None = None) -> RouteDrawing:
-    """Return the drawing of a route for `tokens` tokens: counts of all runs, and runs to draw."""
+    """Return the drawing of the route between two plans: counts of all runs, and runs to draw.
+
+    The runs copy a request of `tokens` tokens, or of the default number of `check()`.
+    """
     answer = check(source, destination, tokens=tokens)
     drawn = min(max(source.block_size, destination.block_size), answer.tokens)
     tables = scattered(source, drawn), scattered(destination, drawn)

@@ -230,7 +230,7 @@ def find_family(config: Config, *candidates: str | None) -> Family | None:
     """Return the family of the first architecture or model type in `candidates` that is known.
 
     Returns None if none of them is known. A DeepSeek or GLM config that has an indexer is read
-    as sparse, regardless of its name.
+    as sparse, whatever its architecture is called.
     """
     family = next((FAMILIES[name] for name in candidates if name in FAMILIES), None)
     if family and family.reader is latent.latent and config.has("index_topk"):

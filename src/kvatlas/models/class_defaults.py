@@ -79,7 +79,7 @@ def default_warnings(config: Config, filled: dict[str, Any]) -> list[str]:
 
 
 def other_key_heads(config: Config, architecture: str) -> str | None:
-    """Return a warning if a config has no number of KV heads but its config class may have one.
+    """Return a warning if the number of KV heads is missing but may have a default in its class.
 
     Use this function for configs without a model type, whose config class is not certain.
     """

@@ -261,7 +261,7 @@ class Config:
     def _first_of(self, synonyms: tuple[str, ...]) -> int | None:
         """Return the value of the first synonym that is present.
 
-        Synonyms with the same value are `settled`; one with another value stays unread.
+        Other synonyms with the same value become `settled`; those with another value stay unread.
         """
         own = self.maybe(*synonyms)
         self.settled(*(name for name in synonyms if self._values.get(name) == own))

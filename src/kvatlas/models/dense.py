@@ -51,7 +51,7 @@ def dense(
 def cohere(decoder: Decoder) -> Iterator[Layer]:
     """Yield the caches of Cohere-2, where every fourth layer is full attention.
 
-    The window in its config does not include the current token.
+    The window in the config does not include the current token.
     """
     window = decoder.config.size("sliding_window")
     sizes: dict[str, Sizes] = {"sliding": {"window": window + 1}} if window else {}
@@ -59,7 +59,7 @@ def cohere(decoder: Decoder) -> Iterator[Layer]:
 
 
 def llama4(decoder: Decoder) -> Iterator[Layer]:
-    """Yield the caches of Llama 4: three layers of chunked, then one of full attention."""
+    """Yield the caches of Llama 4: three layers with chunked attention, then one with full."""
     return dense(decoder, kinds=chunked_kinds(decoder.config))
 
 

@@ -102,8 +102,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         dtype in which the model is served, by default the config's dtype, or bf16 for an fp32
         checkpoint. `ssm_dtype` and `conv_dtype` override the dtypes in which `engine` stores
         recurrent states. With `oracle="transformers"`, transformers builds the model without
-        weights and runs a few tokens. `load` raises an error unless transformers caches the tensors
-        that kvatlas expects.
+        weights and runs a few tokens. `load` then raises an error unless transformers caches the
+        tensors that kvatlas expects.
 
         >>> model = Model.load("Qwen3-Next-80B-A3B", engine="sglang")
         >>> model.layers[0].name, model.layers[0].spec.ssm_dtype
@@ -127,7 +127,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             given = ", ".join(f"{name}={value!r}" for name, value in options.items() if value)
             raise AtlasError(
                 Code.UNREADABLE,
-                "The engine and dtypes of a loaded model cannot be changed",
+                "The options of a loaded model cannot be changed",
                 got=f"model {source.name} with {given}",
                 hint="Pass these options when you load the model from its config, path or name",
             )

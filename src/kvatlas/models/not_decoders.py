@@ -40,17 +40,17 @@ def refuse_by_name(*names: str | None) -> None:
 
     >>> refuse_by_name("xlm")
     Traceback (most recent call last):
-    kvatlas.errors.AtlasError: This model's caches cannot be planned. Got 'xlm': it has no cache. \
-Plan another model, or compute the bytes of its states by hand. [unknown_architecture]
+    kvatlas.errors.AtlasError: kvatlas cannot plan a KV cache for this model. Got 'xlm': it has no \
+cache. Plan another model, or compute the cache size of this one by hand. [unknown_architecture]
     """
     for name in names:
         if name not in REFUSED:
             continue
         raise AtlasError(
             Code.UNKNOWN_ARCHITECTURE,
-            "This model's caches cannot be planned",
+            "kvatlas cannot plan a KV cache for this model",
             got=f"{name!r}: {REFUSED[name]}",
-            hint="Plan another model, or compute the bytes of its states by hand",
+            hint="Plan another model, or compute the cache size of this one by hand",
         )
 
 

@@ -61,9 +61,9 @@ def unread_warnings(config: Config) -> list[str]:
 
 
 def outer_warnings(root: Config, text: Config) -> list[str]:
-    """Return a warning for each key next to a nested text config that seems to be about its caches.
+    """Return a warning for each key outside the text config that may change the caches.
 
-    Readers use the text config only. The same key may not be missing there.
+    Readers use only the text config. A key that the text config has too causes no warning.
     """
     return [
         f"{key} outside the text config was not read, and may change the caches: {_short(value)}"

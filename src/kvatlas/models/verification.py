@@ -38,8 +38,8 @@ def verify(layers: Sequence[Layer], source: Source, longest: int | None) -> str 
     if found:
         raise AtlasError(
             Code.UNKNOWN_ARCHITECTURE,
-            "kvatlas and transformers disagree on what this model caches",
-            got=f"{len(found)} layers differ; {found[0]}",
+            "kvatlas and transformers expect different caches for this model",
+            got=f"differences in {len(found)} layers; {found[0]}",
             hint=_HINT,
         )
     return None

@@ -18,9 +18,9 @@ from kvatlas.specs import Recurrent, Spec
 def applied_checkpoints(
     model: Model, rules: EngineRules, chip: str | None
 ) -> dict[Spec, PrefillCheckpoint]:
-    """Return the checkpoint rule of each recurrent spec whose states a prefill saves midway.
+    """Return the rule by which prefills save recurrent states, for each spec that has such a rule.
 
-    Specs without a rule are omitted. A rule that aligns the block size applies only if every
+    A rule that aligns the block size applies only if every
     recurrent spec of the model has a rule that aligns the block size.
     """
     found = {spec: rules.checkpoint(model, spec, chip) for spec in _recurrent_specs(model)}

@@ -93,7 +93,7 @@ class Backend(msgspec.Struct, frozen=True):
         return self.takes(block) if self.multiples else block in self.sizes
 
     def kernel_block(self, block: int) -> int | None:
-        """Return the largest kernel block size that divides `block`, in tokens, or None."""
+        """Return the largest kernel block size in tokens that divides `block`, or None."""
         if self.reads(block):
             return block
         return max((size for size in self.sizes if block % size == 0), default=None)
@@ -276,10 +276,11 @@ def backends_of(
 
 
 def packed_for(model: Model, backends: dict[str, Backend | None]) -> Model:
-    """Return the model with the packing and record in each spec that its backend requires.
+    """Return the model with specs that store rows in the form that each layer's backend requires.
 
-    The packing is the arrangement of K and V in a page. A `packing` that is already set is kept,
-    and so are latent rows that are not cached in a record.
+    For attention, the form is the `packing`: the arrangement of K and V in a page. A `packing` that
+    is already set does not change. For latent attention, the form is the record, the bytes of one
+    row with its scales and padding. Latent rows that are not cached as records do not change.
 
     >>> model = Model.load("Llama-3.1-8B")
     >>> packed_for(model, backends_of(model, "CPU_ATTN")).layers[0].spec.packing
@@ -300,7 +301,7 @@ def packed_for(model: Model, backends: dict[str, Backend | None]) -> Model:
 
 
 def _in_records(spec: Spec) -> bool:
-    """Return whether the pages of a cache depend on the records of its model's latent rows."""
+    """Return whether a cache is an indexer, or stores latent rows as records."""
     return isinstance(spec, Indexer) or getattr(spec, "cache", "") == "fp8_ds_mla"
 
 
@@ -323,7 +324,10 @@ def _companions(model: Model) -> dict[int, Ring]:
 
 
 def _ring_backend(spec: Spec, ring: Ring) -> str:
-    """Return the backend of a cache next to a ring; empty if the ring does not affect it."""
+    """Return the backend of a cache whose layer also has a ring.
+
+    The result is empty if the ring does not determine the backend.
+    """
     if isinstance(spec, LatentAttention):
         return ""
     kinds = (Ring, Indexer, Attention)

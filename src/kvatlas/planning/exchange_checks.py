@@ -40,7 +40,7 @@ class StoredField(NamedTuple):
 
     @property
     def item(self) -> int:
-        """Bytes of one storage item."""
+        """Bytes of one storage item: one element, or 1 byte if several elements share a byte."""
         return DType.of(self.field.dtype).item
 
     @property
@@ -49,7 +49,10 @@ class StoredField(NamedTuple):
         return f"{self.field.name} of {self.layer.name}"
 
     def placement(self) -> Placement:
-        """Return the field's placement. The steps of an axis N are named N, N1, N2, ..."""
+        """Return the field's placement.
+
+        If an axis N has several (size, stride) steps, the steps become axes N, N1, N2, ...
+        """
         steps = [
             (f"{axis}{place or ''}", size, stride)
             for axis, pairs in sorted(self.field.axes.items())
@@ -59,7 +62,7 @@ class StoredField(NamedTuple):
         return Placement(names, sizes, strides, self.field.offset, self.item)
 
     def rows(self) -> dict[str, int]:
-        """Return the sizes of the content's axes in the whole model: all but B and N."""
+        """Return the size of each axis except B and N, over all ranks of the model."""
         sizes = {axis: _total(pairs) for axis, pairs in self.field.axes.items() if axis not in "BN"}
         return sizes | ({self.shard.axis: self.shard.size} if self.shard.axis else {})
 
@@ -79,14 +82,15 @@ def bad_exchange(problem: str, got: object) -> AtlasError:
 
 
 def check_document(document: DocumentData) -> None:
-    """Raise an error if the parts of a document overlap, are out of bounds or contradict."""
+    """Raise an error if a document's parts overlap, are out of bounds or contradict each other."""
     _check_references(document)
     fields = list(stored_fields(document))
     for one in fields:
         DType.of(one.field.dtype)
         if one.field.dtype != DType.of(one.field.dtype).name:
             hint = f"Use {DType.of(one.field.dtype).name}"
-            raise AtlasError(Code.UNKNOWN_DTYPE, got=repr(one.field.dtype), hint=hint)
+            problem = "The document must use the canonical name of each dtype"
+            raise AtlasError(Code.UNKNOWN_DTYPE, problem, got=repr(one.field.dtype), hint=hint)
     for shard in document.shards:
         _check_shard(shard, document.ranks)
     for one in fields:
@@ -95,8 +99,10 @@ def check_document(document: DocumentData) -> None:
     for one in fields:
         steps = [stride for pairs in one.field.axes.values() for _, stride in pairs]
         if any(number % one.item for number in (one.field.offset, *steps)):
-            problem = f"The offset and the strides of {one.name} must be multiples of {one.item}"
-            raise AtlasError(Code.MISALIGNED, problem, got=one.field.axes, hint=_HINT)
+            size = f"the element size, {one.item} bytes"
+            problem = f"The offset and the strides of {one.name} must be multiples of {size}"
+            got = f"offset {one.field.offset} and axes {one.field.axes}"
+            raise AtlasError(Code.MISALIGNED, problem, got=got, hint=_HINT)
     _check_bounds(document, fields)
     _check_overlap(fields)
 
@@ -106,18 +112,20 @@ def _check_references(document: DocumentData) -> None:
     pools: dict[int, int] = {}
     for layer in document.layers:
         if layer.group >= len(document.groups):
-            raise bad_exchange(f"Layer {layer.name} is in no group", layer.group)
+            raise bad_exchange(f"The group of layer {layer.name} does not exist", layer.group)
         for field in layer.fields:
             if field.region >= len(document.regions) or field.shard >= len(document.shards):
                 got = f"region {field.region} and shard {field.shard}"
-                raise bad_exchange(f"Field {field.name} of {layer.name} is nowhere", got)
+                problem = f"Field {field.name} of {layer.name} has no region or no shard"
+                raise bad_exchange(problem, got)
             pool = document.groups[layer.group].pool
             if pools.setdefault(field.region, pool) != pool:
                 got = f"region {field.region} with pools {pools[field.region]} and {pool}"
                 raise bad_exchange("A region must belong to one pool", got)
     for group in document.groups:
         if group.context > 1 and group.holds != "tokens":
-            raise bad_exchange("Only tokens are divided over ranks", group)
+            got = f"a group that holds {group.holds}, with context {group.context}"
+            raise bad_exchange("Only groups that hold tokens can be divided over ranks", got)
     seen: dict[str, int] = {}
     for layer in document.layers:
         if seen.setdefault(layer.name, layer.index) != layer.index:
@@ -125,7 +133,7 @@ def _check_references(document: DocumentData) -> None:
 
 
 def _check_shard(shard: DocumentShard, ranks: int) -> None:
-    """Check that every rank holds ascending ranges of equally many rows."""
+    """Check that all ranks with rows of a shard have equally many, in ascending ranges."""
     held = [ranges for ranges in shard.ranks if ranges is not None]
     rows = {sum(length for _, length in ranges) for ranges in held}
     fits = len(shard.ranks) == ranks and len(rows) == 1 and (bool(shard.axis) or shard.size == 1)
@@ -133,8 +141,12 @@ def _check_shard(shard: DocumentShard, ranks: int) -> None:
         fits &= ranges[-1][0] + ranges[-1][1] <= shard.size
         fits &= all(start + length < second for (start, length), (second, _) in pairwise(ranges))
     if not fits:
-        problem = "All ranks must hold equally many rows, in ascending ranges with gaps in between"
-        raise AtlasError(Code.BAD_FIELD, problem, got=shard, hint=_HINT)
+        problem = (
+            f"A shard must have an entry for each of the {ranks} ranks, and ranks that hold rows "
+            "must hold the same number of rows, in ascending ranges with gaps in between"
+        )
+        got = f"axis {shard.axis!r} of size {shard.size}, with the entries {shard.ranks}"
+        raise AtlasError(Code.BAD_FIELD, problem, got=got, hint=_HINT)
 
 
 def _check_axes(one: StoredField) -> None:
@@ -150,7 +162,7 @@ def _check_axes(one: StoredField) -> None:
         rows = sum(length for _, length in held)
         fits &= shard.axis in axes and [size for size, _ in axes[shard.axis]] == [rows]
     if not fits:
-        problem = f"The axes of {one.name} contradict its group or its shard"
+        problem = f"The axes of field {one.name} contradict the group or the shard of the field"
         raise AtlasError(Code.BAD_FIELD, problem, got=axes, hint=_HINT)
 
 
@@ -180,8 +192,9 @@ def _form(one: StoredField) -> tuple[object, ...]:
 
 
 def _unlike_parts(one: StoredField) -> AtlasError:
-    problem = f"The parts of a layer must have the same fields, dtypes and sizes: {one.name}"
-    return AtlasError(Code.BAD_FIELD, problem, got=one.field, hint=_HINT)
+    problem = "All parts of a layer must have the same fields, dtypes and sizes"
+    got = f"field {one.name} in {one.field.dtype}, with axes {one.field.axes}"
+    return AtlasError(Code.BAD_FIELD, problem, got=got, hint=_HINT)
 
 
 def _check_bounds(document: DocumentData, fields: list[StoredField]) -> None:
@@ -189,14 +202,19 @@ def _check_bounds(document: DocumentData, fields: list[StoredField]) -> None:
         steps = [step for pairs in one.field.axes.values() for step in pairs]
         last = one.field.offset + sum((size - 1) * stride for size, stride in steps)
         if last + one.item > document.regions[one.field.region]:
-            got = f"{one.name} up to byte {last + one.item}"
+            got = f"{one.name}, which ends at byte {last + one.item}"
             nbytes = document.regions[one.field.region]
-            problem = f"Fields of region {one.field.region} must end within its {nbytes} bytes"
+            problem = (
+                f"Fields of region {one.field.region} must end within the region's {nbytes} bytes"
+            )
             raise AtlasError(Code.OUT_OF_BOUNDS, problem, got=got, hint=_HINT)
 
 
 def _check_overlap(fields: list[StoredField]) -> None:
-    """Check that fields of one group share no bytes, and blocks of two groups only with one id."""
+    """Check that fields of one group share no bytes.
+
+    Blocks of two groups may share bytes only if the blocks have the same id.
+    """
     for one in fields:
         sizes, strides = zip(*(s for pairs in one.field.axes.values() for s in pairs), strict=True)
         if not is_nested(sizes, strides, one.item, apart=False):
@@ -242,7 +260,7 @@ def check_tables_of(document: DocumentData, digest: str, tables: TablesData) -> 
         raise AtlasError(
             Code.CHECKSUM,
             problem,
-            got=tables.cache,
+            got=f"tables of document {tables.cache}",
             hint=f"Pass the block tables of document {digest}",
         )
     most: dict[int, int] = {}
@@ -251,7 +269,8 @@ def check_tables_of(document: DocumentData, digest: str, tables: TablesData) -> 
         most[one.layer.group] = min(count, most.get(one.layer.group, count))
     numbers = [table.group for table in tables.tables]
     if len(set(numbers)) < len(numbers) or not set(numbers) <= set(most):
-        raise bad_exchange("Each table must be of another group with layers", numbers)
+        problem = "There must be at most one table for each group, and the group must have layers"
+        raise bad_exchange(problem, f"tables of groups {numbers}")
     taken: set[tuple[int, int]] = set()
     for table in tables.tables:
         group = document.groups[table.group]
@@ -262,8 +281,13 @@ def check_tables_of(document: DocumentData, digest: str, tables: TablesData) -> 
         entries = needed_entries(group, first, stop)
         exact = group.holds == "tokens" or not entries or len(blocks) == 1
         if entries.stop > len(blocks) or not exact or None in blocks[entries.start : entries.stop]:
-            problem = f"The table of group {table.group} must have the blocks of all its tokens"
-            raise AtlasError(Code.MISSING_BLOCKS, problem, got=f"{len(blocks)} ids", hint=_HINT)
+            needs = "a block id for every block of its tokens"
+            if group.holds != "tokens":
+                needs = "exactly one block id"
+            problem = f"The table of group {table.group} must have {needs}"
+            null = f"{blocks.count(None)} of them null"
+            got = f"{len(blocks)} block ids, {null}, for tokens {first} to {stop - 1}"
+            raise AtlasError(Code.MISSING_BLOCKS, problem, got=got, hint=_HINT)
         for block in blocks[entries.start : entries.stop]:
             if block is None or block >= most[table.group]:
                 problem = f"Block ids of group {table.group} must be in 0..{most[table.group] - 1}"
@@ -275,7 +299,7 @@ def check_tables_of(document: DocumentData, digest: str, tables: TablesData) -> 
 
 
 def needed_entries(group: DocumentGroup, first: int, stop: int) -> range:
-    """Return the entries of a group's block table that hold tokens first .. stop - 1."""
+    """Return the indices of the block table entries that hold tokens first .. stop - 1."""
     if first == stop:
         return range(0)
     if group.holds != "tokens":

@@ -2,12 +2,12 @@
 
 The format is specified in `docs/reference/exchange.md`. A document describes the memory of a cache
 on all of its ranks: the fields of every layer with their axes, strides and shards, the groups of
-layers that share block tables, and the identity of the model. It needs no spec and no layout name,
-so that engines without kvatlas can write and read it. A `TablesDocument` has the blocks of one
-request.
+layers that share block tables, and the identity of the model. A document contains no spec and no
+layout name, so that engines without kvatlas can write and read documents. A `TablesDocument` has
+the blocks of one request.
 
-A document is its canonical bytes. Bytes from outside are decoded, encoded again and compared, so
-that equal digests mean equal documents.
+A document has only one valid encoding, its canonical bytes. Bytes from outside are decoded, encoded
+again and compared, so that equal digests mean equal documents.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _decode(text: bytes, kind: type[Decoded], name: str) -> Decoded:
         raise bad_exchange(f"The document must be an object of format {name}", got)
     version = value.get("version")
     if isinstance(version, bool) or not isinstance(version, int) or not 1 <= version <= MOST:
-        raise bad_exchange("The version must be an integer from 1 on", f"{version!r:.100}")
+        raise bad_exchange("The version must be a positive integer", f"{version!r:.100}")
     if version != VERSION:
         problem = "The document's version is not supported"
         hint = f"Ask for a document of version {VERSION}, or upgrade kvatlas"
@@ -134,10 +134,9 @@ def _json(text: bytes) -> Any:
         )
     except RecursionError:
         raise bad_exchange("The document is nested too deeply", f"{len(text):,} bytes") from None
-    except ValueError as problem:
-        raise AtlasError(
-            Code.UNREADABLE, "The document is not JSON in UTF-8", got=problem, hint=hint
-        ) from None
+    except ValueError as error:
+        problem = "The document is not JSON in UTF-8"
+        raise AtlasError(Code.UNREADABLE, problem, got=error, hint=hint) from None
 
 
 def _integer(digits: str) -> int:

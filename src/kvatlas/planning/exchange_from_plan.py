@@ -89,7 +89,7 @@ def identity_digest(identity: CacheIdentity | None) -> str:
 
 
 class _Part(NamedTuple):
-    """A layer of a region, or a part of its state."""
+    """A layer of a region, or one part of a layer's state."""
 
     region: Region
     number: int
@@ -113,7 +113,7 @@ Bounds = dict[tuple[int, int], list[tuple[int, int, int]]]
 
 
 def _regions(plan: Plan) -> tuple[list[int], Bounds]:
-    """Return the bytes of each region, and the regions of each pool."""
+    """Return the size of each region in bytes, and the regions of each pool."""
     regions: list[int] = []
     bounds: Bounds = {}
     for pool in sorted(plan.pools, key=lambda pool: (pool.stage, pool.index)):
@@ -186,7 +186,7 @@ def _shard(plan: Plan, stored: _Part, name: str) -> DocumentShard:
 
 
 def _axes(placed: Placement, sharded: str | None) -> dict[str, tuple[tuple[int, int], ...]]:
-    """Return (size, stride) of the steps of each axis, outermost first, as few as possible."""
+    """Return each axis as the fewest possible (size, stride) steps, outermost first."""
     steps: dict[str, list[str]] = defaultdict(list)
     for name in sorted(placed.axes, key=lambda name: {"k": 0, "c": 2}.get(name, 1)):
         steps[name if name == sharded else _WHOLE.get(name, name)].append(name)
@@ -220,7 +220,7 @@ def _group(group: Group, dcp: int) -> DocumentGroup:
 
 
 def keeps_of(seen: Visibility) -> DocumentKeeps:
-    """Return the tokens that a group keeps, as they stand in a document."""
+    """Return the tokens that a group keeps, in the form of a document."""
     return DocumentKeeps(
         window=seen.window or UNSET, chunk=seen.chunk or UNSET, source=seen.source or UNSET
     )
@@ -234,6 +234,6 @@ def _bits(scale: float) -> str:
         bits = bytes(4)
     if not 0 < struct.unpack(">f", bits)[0] == scale < math.inf:
         problem = "A tensor scale must be a positive fp32 number"
-        hint = "Round the scale with numpy.float32"
+        hint = "Pass a positive number, rounded with numpy.float32"
         raise AtlasError(Code.NOT_REPRESENTABLE, problem, got=repr(scale)[:100], hint=hint)
     return bits.hex()

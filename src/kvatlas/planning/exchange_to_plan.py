@@ -1,8 +1,8 @@
 """`from_exchange`: a plan that describes the memory of a document of the exchange format.
 
-A document lists every field of every layer apart, so the plan has fields apart too
-(`Region.fields`), whatever the plan was from which the document was made. Both describe the same
-bytes: `to_exchange` of either returns the same document.
+A document lists every field of every layer separately. The plan therefore has a separate placement
+for each field (`Region.fields`), even if the document was made from a plan with one placement per
+page. Both plans describe the same bytes, and `to_exchange` returns the same document for both.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def from_exchange(
 ) -> Plan:
     """Return a plan that describes the memory of a document, for the layers of `model`.
 
-    Routes between this plan and others copy between the document's memory and theirs. The
-    document's layers must have the names of the layers of `model`. `max_len` defaults to the
-    model's.
+    A route between this plan and another plan copies between the document's memory and the memory
+    of the other plan. The document's layers must have the names of the layers of `model`. `max_len`
+    defaults to the limit of the model.
 
     >>> from kvatlas.planning import plan, to_exchange
     >>> document = to_exchange(plan("gpt-oss-20b", memory="40GiB", tp=2))
@@ -102,14 +102,14 @@ class _StoredPart(NamedTuple):
 
 
 def _stored_parts(document: CacheDocument, model: Model) -> list[_StoredPart]:
-    """Return the entries of a document's layers; raise an error if the model lacks one."""
+    """Return the entries of a document's layers; raise an error if the model lacks a layer."""
     known = {layer.name: layer for layer in model.layers}
     counts: dict[str, int] = defaultdict(int)
     for layer in document.layers:
         counts[layer.name] += 1
     if unknown := sorted(set(counts) - set(known)):
         got, some = ", ".join(map(repr, unknown[:3])), next(iter(known), "-")
-        problem = f"The document must have the layers of {model.name}"
+        problem = f"Every layer of the document must be a layer of {model.name}"
         hint = f"Use names such as {some!r}"
         raise AtlasError(Code.UNKNOWN_LAYER, problem, got=got, hint=hint)
     fields = stored_fields(document)
@@ -132,11 +132,12 @@ def _tensor_parallel(document: CacheDocument, holders: Sequence[tuple[int, ...]]
     tp, rest = divmod(document.ranks, len(holders))
     stages = [tuple(range(n * tp, n * tp + tp)) for n in range(len(holders))]
     if rest or sorted(holders) != stages:
+        shown = " and ".join(map(str, list(holders)[:4]))
         raise AtlasError(
             Code.BAD_TOPOLOGY,
-            "Each pipeline stage must consist of the same number of successive ranks",
-            got=f"layers on ranks {list(holders)[:4]} of {document.ranks}",
-            hint="Number the ranks stage by stage",
+            "Each pipeline stage must consist of the same number of consecutive ranks",
+            got=f"{document.ranks} ranks, with layers on ranks {shown}",
+            hint="Number the ranks stage by stage, and use equally many in each stage",
         )
     return tp
 
@@ -164,7 +165,9 @@ def _pools(document: CacheDocument, tp: int) -> tuple[tuple[Pool, ...], Bases]:
         blocks = {count for count, _ in counts[stage, index]}
         if len(blocks) > 1:
             problem = f"All fields of pool {index} must have the same number of blocks"
-            raise AtlasError(Code.BAD_PLAN, problem, got=sorted(blocks), hint="Use several pools")
+            got = f"fields of {' and '.join(map(str, sorted(blocks)))} blocks"
+            hint = "Put fields with different numbers of blocks into different pools"
+            raise AtlasError(Code.BAD_PLAN, problem, got=got, hint=hint)
         (count,) = blocks
         unit = max(stride for _, stride in counts[stage, index]) * count or _ALIGNED
         segments, end = [], 0
@@ -273,7 +276,9 @@ def _check_content(part: _StoredPart, stage: int, tp: int, number: int) -> None:
         raise _unlike(part.layer.name, f"a group that holds {held} for a cache of kind {kind}")
     for here, there in _content(part, stage, tp, number):
         if here[0] != there[0]:
-            problem = f"Layer {part.layer.name} is stored in another dtype"
+            problem = (
+                f"The document and the model store layer {part.layer.name} in different dtypes"
+            )
             hint = "Load the model with the dtypes of the document"
             got = f"{here[0]} in the document, {there[0]} in the model"
             raise AtlasError(Code.UNLIKE_DTYPES, problem, got=got, hint=hint)
@@ -287,9 +292,12 @@ def _groups(document: CacheDocument, parts: Iterable[_StoredPart]) -> tuple[Grou
     for part in parts:
         members[part.fields[0].layer.group].append(part.layer)
     if set(members) != set(range(len(document.groups))):
-        raise bad_exchange("Each group must have layers", f"groups {sorted(members)[:8]}")
-    if len({group.context for group in document.groups if group.holds == "tokens"}) > 1:
-        raise bad_exchange("A plan has one number of context-parallel ranks", "several")
+        got = f"{len(document.groups)} groups, of which only {sorted(members)[:8]} have layers"
+        raise bad_exchange("Each group must have layers", got)
+    contexts = {group.context for group in document.groups if group.holds == "tokens"}
+    if len(contexts) > 1:
+        got = f"contexts {sorted(contexts)[:8]}"
+        raise bad_exchange("All groups that hold tokens must have the same context", got)
     return tuple(_read_group(one, members[n]) for n, one in enumerate(document.groups))
 
 

@@ -1,11 +1,12 @@
 """Fit a model on GPUs: find the topology that serves the most users.
 
-`fit()` takes a model and GPUs, such as `8xH100`. A topology distributes the model over all of
-them: `dp` replicas, each with `pp` pipeline stages of `tp` ranks. The weights are placed
+`fit()` takes a model and GPUs, such as `8xH100`. A topology distributes the model over all of these
+GPUs: `dp` replicas, each with `pp` pipeline stages of `tp` ranks. The weights are placed
 first; caches get the rest of the memory. A mixture-of-experts model can also distribute its experts
 over the ranks of all replicas (`ep`), as engines do when attention is replicated. If ranks hold
-copies of the cache, decode context parallelism (`dcp`) divides them. The search tries every
-choice of the sizes that the user leaves open, and every cache dtype that the user lists.
+copies of the same cache, decode context parallelism (`dcp`) divides the cache among these ranks.
+The search tries every choice of the sizes that the user leaves open, and every cache dtype that the
+user lists.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return alike and self.kv_dtype == other.kv_dtype
 
     def reason_against(self, other: Fit) -> str:
-        """Return why `other`, which serves at most as many users, is not better than this fit."""
+        """Return why `other`, which does not serve more users, is not better than this fit."""
         if self.users() == other.users():
             for name, what in _PREFERENCES.items():
                 mine, others = getattr(self.topology, name), getattr(other.topology, name)
@@ -157,7 +158,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The warnings about the weights and the chip, then those of the plan."""
+        """The warnings about the weights and the chip, then the warnings of the plan."""
         return (*self.machine_warnings, *(self.plan.warnings if self.plan else ()))
 
     def as_dict(self) -> dict[str, Any]:
@@ -195,8 +196,9 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 class Fitting:
     """Fits one model on GPUs of one kind, in any topology.
 
-    `overhead` is the bytes per GPU for everything except weights and cache, or the engine's
-    settings, from which `gpu_budget` predicts them; `"auto"` is the engine's defaults.
+    `overhead` is the bytes per GPU for everything except weights and cache. Instead of bytes, it
+    may be the engine's settings (`EngineLoad`), from which `gpu_budget` predicts the bytes, or
+    `"auto"` for the default settings.
     `weights_dtype` is the format of the weights, by default the checkpoint's. `options` are
     passed to `plan()` and must not include the memory or the topology.
     """
@@ -411,14 +413,14 @@ def fit(model: Any, gpus: str, **options: Any) -> Fit:
     """Fit a model on GPUs such as `8xH100`: find the topology that serves the most users.
 
     Each of the options `tp`, `pp`, `dp`, `dcp` and `ep` restricts the search to topologies of this
-    size; see `Topology`. `kv_dtype` is the dtype of the cache, or several of them with commas
-    between, such as `auto,fp8`, of which the best is taken. By default, the checkpoint determines
-    it. `2x8xH100` names two hosts; the ranks of a pipeline stage then share a host.
+    size; see `Topology`. `kv_dtype` is the dtype of the cache, or a list of dtypes such as
+    `auto,fp8`, of which the search uses the best. By default, the checkpoint determines the dtype.
+    `2x8xH100` names two hosts; the ranks of a pipeline stage then share a host.
 
     `model` is anything that `Weights.load` takes; a `Model` is not enough, because it has no
     weights. Other options are `utilization`, the fraction of GPU memory to use (0.9 by default),
-    `overhead`, the bytes per GPU for everything except weights and cache (or `"auto"`, what
-    `gpu_budget` predicts), `weights_dtype`, the format of the weights if it is not that of the
+    `overhead`, the bytes per GPU for everything except weights and cache (or `"auto"` for the
+    prediction of `gpu_budget`), `weights_dtype`, the format of the weights if it is not that of the
     checkpoint, and the options of `plan()`.
 
     >>> found = fit("Llama-3.1-8B", "2xH100", max_len="32K")

@@ -2,8 +2,8 @@
 
 A connector receives tensors from a running engine. A tensor has a shape, strides and an
 offset, but no axis names, so the connector adds the names and passes each layer's tensor as a
-`Placement`. `foreign` finds the plan that has the same placements and validates it. Memory that
-no plan can describe raises an error.
+`Placement`. `foreign` finds the plan that has the same placements and validates it. `foreign`
+raises an error if no plan can describe the memory.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class GivenSizes(msgspec.Struct, frozen=True):
         `tp` defaults to gpus / (pp x dp), and `dp` to gpus / (tp x pp) if `tp` is given. With
         several hosts, `tp` defaults to at most the GPUs of a host. If no size is given, each host
         is then a pipeline stage; otherwise `dp` takes the GPUs that are left. `dcp` and `ep`
-        default to 1. One GPU is a GPU without a number, so any number of GPUs is allowed.
+        default to 1. If `gpus` is a single GPU, the topology may have any number of GPUs.
 
         >>> from kvatlas.models import find_gpus
         >>> print(GivenSizes(tp=4).default(find_gpus("H100")))
@@ -108,8 +108,8 @@ class GivenSizes(msgspec.Struct, frozen=True):
     def topologies(self, gpus: Gpus) -> Iterator[Topology]:
         """Yield all choices of the open tp, pp and dp; dcp and ep have the given values, or 1.
 
-        The ranks of a pipeline stage share a host, unless the user gives another `tp`. One GPU is
-        a GPU without a number, so the sizes that are given determine the number of GPUs.
+        The ranks of a pipeline stage share a host, unless the user gives another `tp`. If
+        `gpus` is a single GPU, the given sizes determine the number of GPUs.
         """
         number = gpus.number
         if number == 1:

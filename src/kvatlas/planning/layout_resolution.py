@@ -56,7 +56,7 @@ def viewable_orders(orders: tuple[str, ...], layers: list[SizedLayer]) -> tuple[
 
 
 def layers_in_layout(layers: list[SizedLayer], layout: Layout) -> list[SizedLayer]:
-    """Return the layers with their scales moved to where the layout allows them (`in_layout`)."""
+    """Return the layers with scales at the position that the layout supports; see `in_layout`."""
     return [layer.with_spec(in_layout(layer.spec, layout)) for layer in layers]
 
 

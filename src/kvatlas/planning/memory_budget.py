@@ -95,7 +95,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
         if not all(part.isdecimal() for part in parts):
             hint = "Pass a release such as 0.32"
             raise AtlasError(
-                Code.BAD_QUANTITY, "`release` is no version", got=self.release, hint=hint
+                Code.BAD_QUANTITY, "`release` must be a version number", got=self.release, hint=hint
             )
         return tuple(int(part) for part in parts[:2])
 
@@ -276,7 +276,7 @@ class _Parts:
         return round(total / self.sizes.pp)
 
     def _padded(self, inner: int) -> float:
-        """Return padded size / size of an expert with `inner` rows."""
+        """Return the ratio of the padded size to the size of an expert with `inner` rows."""
         if self.load.version <= _LAST_MARLIN:
             return _rounded(inner, 128) / inner * _rounded(self.hidden, 256) / self.hidden
         return _rounded(inner, 256) / inner

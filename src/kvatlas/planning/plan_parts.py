@@ -152,7 +152,7 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         stops = np.array([s.offset + s.nbytes for s in self.segments], dtype=np.int64)
         index = np.searchsorted(first, starts, side="right") - 1
         if starts.size and (index.min() < 0 or (starts >= stops[index]).any()):
-            problem = "An offset is in no segment of the pool"
+            problem = "Some offsets are outside all segments of the pool"
             hint = "Pass offsets of runs that a route of this plan returns"
             raise AtlasError(Code.OUT_OF_RANGE, problem, got=offsets, hint=hint)
         return index, starts - first[index]

@@ -70,7 +70,8 @@ def plan(
       attention, `"apart"` a separate pool for the states of `requests` requests, and `"auto"` is
       `"shared"` if possible.
     - `runs_on`: an engine that must be able to run the plan of policy atlas: `"vllm"` or
-      `"vllm@0.32"`. The plan then has one pool and whole states, and the rules of that release.
+      `"vllm@0.32"`. The plan then has one pool and whole states, and follows the rules of that
+      release.
 
     >>> made = plan("Qwen3.5-397B-A17B", memory="60GiB", tp=2, policy="vllm")
     >>> made.block_size, made.num_blocks

@@ -280,7 +280,7 @@ Upgrade kvatlas, or create the plan again with this version. [unlike_versions]
 
 
 def _version(plan: Plan) -> int:
-    """Return the oldest version of the JSON format that contains a plan."""
+    """Return the oldest version of the JSON format that can represent a plan."""
     in_segments = any(pool.segments is not msgspec.UNSET for pool in plan.pools)
     return 2 if in_segments or any(region.apart for region in plan.regions) else 1
 
@@ -288,7 +288,7 @@ def _version(plan: Plan) -> int:
 def _of_version(plan: Plan, version: int) -> Plan:
     """Return `plan`; raise an error if it has features that JSON of `version` cannot contain."""
     if version < _version(plan):
-        got = f"fields apart or segments in a plan of version {version}; they need version 2"
+        got = f"version {version}, with separate fields or with segments, which need version 2"
         hint = "Create the plan again with this version of kvatlas"
         raise AtlasError(Code.BAD_PLAN, got=got, hint=hint)
     return plan

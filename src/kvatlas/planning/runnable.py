@@ -1,4 +1,4 @@
-"""Whether an engine can run a plan of policy atlas, and why not.
+"""Determine whether an engine can run a plan of policy atlas, and list the obstacles.
 
 vLLM takes the offsets and strides of a plan as they are, but has one allocation, one block table
 per group of layers, and kernels that do not support split recurrent states. vLLM splits blocks into

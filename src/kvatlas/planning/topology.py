@@ -79,7 +79,7 @@ def check_topology(model: Model, tp: int, pp: int, dcp: int) -> None:
 def _check_shared_rows(model: Model, pp: int) -> None:
     """Raise an error if a stage of DeepSeek-V4.1 would lack the compressed rows that it reads.
 
-    Layers read the rows of the last layer before them that stores some.
+    A layer without compressed rows reads the rows of the nearest earlier layer that stores some.
     """
     if pp == 1 or not model.architecture.startswith("DeepseekV41"):
         return

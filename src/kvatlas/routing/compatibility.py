@@ -90,7 +90,7 @@ def reasons(
 
 
 def refuse(reasons: list[Reason]) -> None:
-    """Raise an error for the first reason; its text also contains the number of other reasons.
+    """Raise an error for the first reason; the error also reports the number of other reasons.
 
     Does nothing if the list is empty.
     """

@@ -175,7 +175,7 @@ class Compiler:
 
     @cached_property
     def _alike(self) -> dict[Layers, str]:
-        """For each tuple of layers, one layer whose strips all of them use.
+        """For each tuple of layers, the layer whose strips all layers of the tuple use.
 
         A tuple contains the layers that share their regions in the source plan and in the
         destination plan, and copy the same padding. Tuples of layers with the same `_form` use the

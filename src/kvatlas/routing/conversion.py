@@ -169,7 +169,7 @@ def unlike_formats(one: Spec, two: Spec) -> dict[str, tuple[str, str]]:
     """Return (format of `one`, format of `two`) for each part of a layer whose formats differ.
 
     The parts are `rows` for attention, or the names of recurrent states. If all formats are
-    equal, return all parts: the specs then differ in other settings.
+    equal, all parts are returned, because the specs then differ in other settings.
     """
     source, destination = content_formats(one), content_formats(two)
     parts = {part: (source[part], destination[part]) for part in source}

@@ -67,7 +67,7 @@ class PlanEnd:
         return {layer.name: layer.spec for r in self.plan.regions for layer in r.layers}
 
     def page_offsets(self, part: LayerPart, field: str) -> Mapping[str, int]:
-        """Return, by layer, how many bytes its page's field is after the same field of page 0.
+        """Return, by layer, the bytes from a field of page 0 to the same field of the layer's page.
 
         Page 0 is the first page of the region that holds `part`. Layers of the region that hold
         other parts of a state are left out.

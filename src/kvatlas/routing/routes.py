@@ -371,7 +371,8 @@ class Route:
         unknown = sorted(map(str, names - set(self.layers))) if names else []
         if unknown:
             problem = "The route does not contain this layer"
-            hint = f"Use one of its {len(self.layers)} layers: {', '.join(self.layers[:2])}, ..."
+            some = ", ".join(self.layers[:2])
+            hint = f"Use one of the route's {len(self.layers)} layers: {some}, ..."
             raise AtlasError(Code.UNKNOWN_LAYER, problem, got=repr(unknown[0]), hint=hint)
         return names
 
@@ -392,13 +393,13 @@ def route(
     route to the named layers. `convert` names the conversions between different formats, for
     example "fp8->bf16". To convert from fp8 or nvfp4, pass the source's per-tensor scales as
     `source_scales`; to convert to fp8 or nvfp4, pass the destination's scales as
-    `destination_scales`. A layer that has one format at both ends is copied unchanged, so its
-    scales must be equal where both are given.
+    `destination_scales`. A layer that has the same format at both ends is copied unchanged, so its
+    source scales and destination scales must be equal if both are given.
 
     Padding is copied if runs would be split without it: the padding after each row, if both plans
     declare it, and unused bytes of a block that is copied whole, if both plans place the pages of
-    its group alike. Equal plans then need one run for contiguous blocks. All byte counts include
-    this padding. Pass `padding=False` to skip it, for example to store only content.
+    the block's group alike. Equal plans then need one run for contiguous blocks. All byte counts
+    include this padding. Pass `padding=False` to skip it, for example to store only content.
     """
     return Route(
         source,

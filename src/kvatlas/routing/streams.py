@@ -53,7 +53,7 @@ _COUNTED = 1 << 16
 class StreamSection(NamedTuple):
     """A section of a stream: states `first .. stop - 1` of a pair of groups.
 
-    It contains all runs of these states, or some of them if a state has very many.
+    The section contains all runs of these states or, if a state has very many runs, some of them.
     """
 
     compiled: CompiledPair
@@ -281,7 +281,7 @@ def _sections(compiled: CompiledPair, states: CommonStates) -> Iterator[StreamSe
 
 
 def _alike(compiled: CompiledPair) -> bool:
-    """Return whether a whole kernel block has the bytes of its states and no unused ones."""
+    """Return whether the runs of a whole kernel block copy no unused bytes besides its states."""
     return _bytes(compiled.whole) == compiled.pair.cells[0].states * _bytes(compiled.states)
 
 
@@ -341,5 +341,5 @@ def _runs(repeated: list[RepeatedRuns], spans: int, states: int) -> int:
 
 
 def _bytes(repeated: list[RepeatedRuns]) -> int:
-    """Return how many bytes the runs copy per state, or per kernel block if a run covers one."""
+    """Return the bytes that the runs copy: per state, or per kernel block for runs of blocks."""
     return sum(len(runs.starts.source) * runs.strip.item for runs in repeated)

@@ -50,8 +50,8 @@ def needed_states(visibility: Visibility, per_state: int, start: int, stop: int)
 def ring_states(visibility: Visibility, start: int, stop: int) -> tuple[int, int]:
     """Return (first, stop) of the tokens whose rows in a ring are copied.
 
-    A ring stores the tokens of one group. The copied tokens are the tokens of the range in the same
-    group as its last token.
+    A ring stores one chunk of tokens, which the model compresses together. Of the tokens
+    start .. stop - 1, those in the same chunk as the last token are copied.
 
     >>> group = Visibility(chunk=4)
     >>> ring_states(group, 0, 11), ring_states(group, 0, 12), ring_states(group, 10, 12)

@@ -96,7 +96,7 @@ class UnusedBytesOfBlocks:
         return _by_pair(arrivals, source_rank, destination_rank, gaps, layers)
 
     def _by_source(self, destination_rank: int) -> dict[int, Gaps]:
-        """Return the gaps that a rank copies, by source rank. Each page has them from one rank."""
+        """Return the gaps that a rank copies, by source rank; each page's gaps have one source."""
         if destination_rank not in self._found:
             found: dict[int, dict[Page, tuple[StridedRuns, ...]]] = defaultdict(dict)
             stage, _ = self._ends[1].plan.split_rank(destination_rank)
@@ -177,7 +177,7 @@ def _regions(end: PlanEnd, stage: int, group: int) -> list[Region]:
 
 
 def _outline(end: PlanEnd, stage: int, group: int) -> object:
-    """Return the properties of a group's pages that are equal if their images are."""
+    """Return properties of a group's pages; if they differ, the images of the pages differ too."""
     return [
         (region.page_bytes, region.block, region.block_stride, region.parts, len(region.layers))
         for region in _regions(end, stage, group)

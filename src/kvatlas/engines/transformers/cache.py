@@ -329,8 +329,8 @@ def _has_plain_keys(spec: Spec) -> bool:
 def _not_served(layer: Layer) -> AtlasError:
     return AtlasError(
         Code.ENGINE_REFUSES,
-        "AtlasCache supports only layers that cache K and V, a latent, with or without the keys of "
-        "an indexer, or conv and ssm states",
+        "AtlasCache supports only layers that cache K and V, a latent (with or without the keys of "
+        "an indexer), or conv and ssm states",
         got=f"{layer.name}: {type(layer.spec).__name__}",
         hint="Use transformers' own cache for this model",
     )

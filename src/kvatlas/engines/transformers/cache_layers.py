@@ -97,7 +97,7 @@ class PagedAttentionLayer(CacheLayerMixin):
         return keys.to(key_states.dtype), values.to(value_states.dtype)
 
     def reads_pages(self, count: int) -> bool:
-        """Whether attention of the last `count` tokens reads the pages directly."""
+        """Return whether attention of the last `count` tokens reads the pages directly."""
         batch = self.batch
         return batch.fixed is not None or batch.paged_tokens == (self.seen - count, count)
 
@@ -237,7 +237,7 @@ class LentState:
         if index:
             problem = "A layer of an AtlasCache can have only one state of each kind"
             hint = "Use transformers' own cache for this model"
-            got = f"{self.name} state {index}"
+            got = f"an access to {self.name}[{index}]"
             raise AtlasError(Code.ENGINE_REFUSES, problem, got=got, hint=hint)
         return self.layer.lend(self.name)
 

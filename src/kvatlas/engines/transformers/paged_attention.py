@@ -160,7 +160,7 @@ def page_attention(
 
 
 def _of_selected(mask: Tensor | None, indices: Tensor | None, keys: Tensor) -> Tensor | None:
-    """Return a boolean mask without the tokens that an indexer did not select, if there is one."""
+    """Return `mask` restricted to the tokens in `indices`; unchanged if `indices` is None."""
     if indices is None:
         return mask
     chosen = torch.zeros(

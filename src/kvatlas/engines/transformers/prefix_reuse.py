@@ -75,8 +75,8 @@ class PrefixReuse:
         if kinds == {"recurrent"}:
             raise AtlasError(
                 Code.ENGINE_REFUSES,
-                "Prefix reuse requires an attention layer: without one, generate() does not know "
-                "how many tokens are cached",
+                "Prefix reuse requires an attention layer: without one, generate() cannot "
+                "determine how many tokens are cached",
                 got=f"{type(model).__name__}, which has only recurrent layers",
                 hint="Run the model on an AtlasCache without PrefixReuse",
             )

@@ -182,7 +182,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Like `request_finished_all_groups`, for an engine with one group."""
+        """Do the same as `request_finished_all_groups`, for an engine with one group."""
         return self._in_scheduler().finished(request, (block_ids,))
 
     def request_finished_all_groups(
@@ -345,7 +345,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     def _use_tier(self, tier: PrefixTier | None) -> None:
-        """Use a tier to look up requests and to store finished ones; do nothing if it is None.
+        """Look up requests in a tier and store finished ones in it; do nothing if `tier` is None.
 
         Finished requests are not stored if the tier contains blocks of another dtype.
         """

@@ -65,8 +65,8 @@ class RemoteRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         >>> RemoteRequest.read({"do_remote_prefill": True, "remote_block_ids": [1]})
         Traceback (most recent call last):
         kvatlas.errors.AtlasError: kv_transfer_params do not identify a request of another engine. \
-Got no key 'kvatlas'. Run KVAtlasConnector in both engines, and forward its parameters unchanged. \
-[bad_config]
+Got no key 'kvatlas'. Run KVAtlasConnector in both engines, and forward kv_transfer_params \
+unchanged. [bad_config]
         """
         said = params.get("kvatlas")
         if said is None:
@@ -103,7 +103,7 @@ def _bad_params(got: str) -> AtlasError:
         Code.BAD_CONFIG,
         "kv_transfer_params do not identify a request of another engine",
         got=got,
-        hint="Run KVAtlasConnector in both engines, and forward its parameters unchanged",
+        hint="Run KVAtlasConnector in both engines, and forward kv_transfer_params unchanged",
     )
 
 

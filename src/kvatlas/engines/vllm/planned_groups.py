@@ -129,7 +129,8 @@ def check_engine(vllm_config: Any, specs: Mapping[str, Any]) -> None:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     states = [spec for spec in specs.values() if _is_state(spec)]
     if not states or len(states) == len(specs):
-        raise declined("the model is not a hybrid of attention and recurrent layers", "one kind")
+        kind = "only recurrent layers" if states else "only attention layers"
+        raise declined("the model is not a hybrid of attention and recurrent layers", kind)
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             got = f"{name}={getattr(parallel, name)}"
@@ -243,7 +244,7 @@ def check_placement(config: Any, plan: Plan | None, places: str = "vLLM") -> Non
     try:
         _check_placement(config, plan)
     except _MisplacedError as found:
-        raise declined(f"{places} places a layer other than planned", str(found)) from None
+        raise declined(f"{places} does not place a layer as planned", str(found)) from None
 
 
 class _MisplacedError(Exception):

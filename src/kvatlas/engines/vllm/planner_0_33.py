@@ -1,13 +1,13 @@
 """The planner in vLLM 0.33: one function is replaced, in the engine core.
 
-vLLM 0.33 lets a platform choose a `KVCacheConfigBuilder`. A builder is asked for groups before the
-memory of the workers is known, and cannot return to vLLM's plan afterwards. So the planner replaces
-the function that makes the configs, where the memory is known.
+vLLM 0.33 lets a platform choose a `KVCacheConfigBuilder`. vLLM asks the builder for groups
+before the memory of the workers is known, and the builder cannot return to vLLM's plan afterwards.
+The planner therefore replaces the function that makes the configs, where the memory is known.
 
 The planner is not a platform plug-in, because vLLM accepts only one plug-in. If another package
 provides the plug-in, the plug-in's builder places the groups of kvatlas's plan. If that builder
-groups the layers itself, or places pages elsewhere, vLLM's plan is used, and the logged reason
-names the builder.
+groups the layers itself, or does not place pages as planned, vLLM's plan is used, and the logged
+reason names the builder.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise _bad(f"transport {settings.transport!r}", hint)
         if settings.transport == AUTO and settings.transport_options:
             got = f"transport_options {settings.transport_options} with transport 'auto'"
-            raise _bad(got, "Set transport, since each transport has other options")
+            raise _bad(got, "Set transport too, because each transport has its own options")
         if settings.listen in _WILDCARDS and settings.advertise is None:
             raise _bad(
                 f"listen {settings.listen!r}", "Set advertise to a host name that peers can reach"

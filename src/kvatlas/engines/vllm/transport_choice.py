@@ -52,7 +52,7 @@ def choose_transport(settings: ConnectorSettings, *, on_gpu: bool) -> TransportC
     if on_gpu:
         raise AtlasError(
             Code.WRONG_DEVICE,
-            "No transport moves caches in GPU memory between these hosts",
+            "No transport of this host can move caches in GPU memory to another host",
             got=f"transport 'auto', caches in GPU memory, and {missing}",
             hint="Install nixl on hosts with RDMA devices, or listen on 127.0.0.1 on one host",
         )

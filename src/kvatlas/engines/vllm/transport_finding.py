@@ -58,7 +58,7 @@ def tls_refusal() -> str:
 
 
 def on_this_host(address: str) -> bool:
-    """Whether `address`, an IP address or a host name, belongs to this host."""
+    """Return whether `address`, an IP address or a host name, belongs to this host."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:

@@ -59,7 +59,7 @@ class CheckpointFormat(NamedTuple):
         return (self.scheme and self.scheme.format_of(name, tensor)) or self.element
 
     def without_effect(self, parts: Iterable[Sequence[tuple[Tensor, Format]]]) -> bool:
-        """Return whether there is a scheme that quantises no tensor of `parts`."""
+        """Return whether the checkpoint has a scheme that quantises no tensor of `parts`."""
         if self.scheme is None:
             return False
         return all(format_ is self.element for part in parts for _, format_ in part)

@@ -84,9 +84,9 @@ class Weights:
         if isinstance(source, Model):
             raise AtlasError(
                 Code.UNREADABLE,
-                "The weights of a Model cannot be counted, because it holds only caches",
+                "A Model describes only caches, so its weights cannot be counted",
                 got=f"model {source.name}",
-                hint="Load the weights from the model's config, path or name",
+                hint="Pass the model's config, path or name instead of the Model",
             )
         return _read(find_config(source), dtype)
 

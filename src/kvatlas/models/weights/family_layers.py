@@ -90,7 +90,7 @@ def _gemma4_experts(config: Config) -> list[Tensor]:
 
 
 def _gemma4_inputs(config: Config, hidden: int) -> list[Tensor]:
-    """Return the weights with which Gemma-4 applies per-layer embeddings; empty if it has none."""
+    """Return the weights that apply Gemma-4's per-layer embeddings; empty for a model without."""
     width = config.size("hidden_size_per_layer_input")
     if not width:
         return []

@@ -1,7 +1,8 @@
 """Formats of tools that store integers in groups: GPTQ, AWQ, AutoRound, HQQ and MLX.
 
-Their sections have the format of most matrices, and often formats of single modules: GPTQModel
-lists them in `dynamic`, AutoRound in `extra_config`, and MLX next to the other keys.
+The quantisation section of a config contains the format of most matrices, and often the formats of
+single modules. GPTQModel lists these modules in `dynamic`, AutoRound in `extra_config`, and MLX
+next to the other keys.
 """
 
 from __future__ import annotations

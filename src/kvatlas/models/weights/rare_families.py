@@ -67,7 +67,7 @@ def doge(text: Text) -> Iterator[list[Tensor]]:
 
 
 def bitnet(text: Text) -> Iterator[list[Tensor]]:
-    """Yield the tensors of each BitNet layer, which has two more norms before its outputs."""
+    """Yield the tensors of each BitNet layer, with two norms before the output projections."""
     width = text.config.count("intermediate_size")
     for tensors in stacked(text):
         yield [*tensors, norm("attn_sub_norm", text.hidden), norm("ffn_sub_norm", width)]

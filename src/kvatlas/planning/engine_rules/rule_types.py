@@ -42,7 +42,7 @@ class PrefillCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BackendChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A backend that the engine selects, under some conditions, instead of the one on Hopper."""
+    """A backend that the engine selects, under some conditions, instead of its choice on Hopper."""
 
     chips: tuple[str, ...] = ()
     """Chips on which the engine selects it; empty for every chip."""
