@@ -2,9 +2,10 @@
 
 This module enforces the promise of policy atlas: for every request length, while prefilling
 and while decoding, a plan fits at least `PROMISE` of the requests that vLLM's plan fits. The
-plans are compared only at the lengths at which a request starts to take one more block in the
-plan. Between two such lengths, a longer request takes the same blocks in the plan, and at least as
-many blocks in vLLM's plan, so the ratio is worst at the shortest length.
+ratio is computed only at the lengths at which a request starts to take one more block in the
+compared plan. Up to the next such length, a longer request takes the same number of blocks in the
+compared plan, and at least as many in vLLM's plan. The ratio is therefore worst at the first of
+these lengths.
 """
 
 from __future__ import annotations

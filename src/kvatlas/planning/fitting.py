@@ -318,9 +318,9 @@ class Fitting:
                 yield fit
 
     def _with_experts(self, topology: Topology) -> list[Topology]:
-        """Return the topology with and without distributed experts.
+        """Return the topology twice, with and without distributed experts.
 
-        If a rank holds clearly fewer bytes in one of them, the other is left out.
+        If a rank holds clearly fewer bytes in one of the two, only that one is returned.
         """
         spread = replace(topology, ep=topology.stage_gpus)
         if not self._has_experts or spread == topology or topology.pp > self.model.depth:

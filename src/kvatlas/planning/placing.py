@@ -196,9 +196,10 @@ def divide_memory(
     """Return the number of blocks of each pool.
 
     Every pool gets one null block, which engines never allocate. A separate pool of states gets
-    blocks for `request.requests` requests, if that is given. The rest of the memory is divided
-    among the other pools in proportion to the bytes that a request of `max_len` tokens needs in
-    each. `stages` contains the pools of each pipeline stage, as `PlanDraft.stages` returns them.
+    blocks for `request.requests` requests, if this number is given. The rest of the memory is
+    divided among the other pools in proportion to the bytes that a request of `max_len` tokens
+    needs in each pool. `stages` contains the pools of each pipeline stage, as returned by
+    `PlanDraft.stages`.
     """
     needs = [draft.needed(request) for draft in drafts]
     named = [request.requests if draft.states else None for draft in drafts]
