@@ -52,9 +52,9 @@ def budget(
 ) -> None:
     """Divide the memory of a GPU under vLLM into weights, cache, activations and the rest.
 
-    Each line has its source and its error. The topology has the given sizes and serves the most
-    users; a host has more than one pipeline stage only if no other topology fits. The last lines
-    are flags of `vllm serve`.
+    Each line includes its source and its error. The topology has the given sizes and serves the
+    most users; a host has more than one pipeline stage only if no other topology fits. The last
+    lines are flags of `vllm serve`.
     """
     machine = find_gpus(gpu)
     load = EngineLoad.default(

@@ -41,9 +41,9 @@ def draw(
 
     The first plan has the options `options`; options in `source` override them. If
     `options.model` is a plan file, the first plan is read from the file. `target` is the second
-    plan: a plan file, or options. If it is given, the map shows the route of a request of `tokens`
-    tokens from the first plan to the second. If `knobs` is true, the map of a model includes other
-    plans, for the controls of the HTML page.
+    plan: a plan file, or options. If `target` is given, the map shows the route of a request of
+    `tokens` tokens from the first plan to the second. If `knobs` is true, the map of a model
+    includes other plans, for the controls of the HTML page.
     """
     if _is_plan(options.model):
         if source is not None or options != PlanOptions(model=options.model):

@@ -25,7 +25,7 @@ class PlanDifferences:
     axis: str
 
     def parts(self) -> list[RenderableType]:
-        """Return a table of the plans, and the sentences that do not hold for all of them."""
+        """Return a table of the plans, and the sentences that do not hold for all plans."""
         rows = self.facts["rows"]
         parts: list[RenderableType] = [self.title, comparison(self.axis, rows)]
         for row in rows:

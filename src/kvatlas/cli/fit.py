@@ -46,7 +46,7 @@ class PlanOnMachine:
     suggestions: tuple[Fit, ...] = ()
 
     def facts(self) -> dict[str, Any]:
-        """Return the plan's data as `--json` prints them."""
+        """Return the data that `--json` prints for the plan."""
         facts = self.plan.summary()
         if self.fit is not None:
             facts["gpu"] = self.fit.as_dict()

@@ -122,7 +122,8 @@ class Map:
     def save(self, path: str | Path, *, form: str = "") -> Path:
         """Write the drawing to a file and return its path.
 
-        `form` is html, svg or txt. By default it is the suffix of the path, or else html.
+        `form` is html, svg or txt. By default, the suffix of the path determines the form, and an
+        unknown suffix means html.
         """
         path = Path(path)
         wanted = form or path.suffix.lower().removeprefix(".")

@@ -36,7 +36,7 @@ def dense(
 ) -> Iterator[Layer]:
     """Yield an attention cache for each layer that does not share another layer's cache.
 
-    `kinds` lists the kind of each layer; by default it is read from the config. If the
+    `kinds` lists the kind of each layer; by default, the kinds are read from the config. If the
     config has no pattern, every `every`-th layer is full attention. `sizes` overrides the
     model's sizes, by kind of layer. If `shared` is true, the last layers may use the caches of
     earlier ones.
@@ -59,7 +59,7 @@ def cohere(decoder: Decoder) -> Iterator[Layer]:
 
 
 def llama4(decoder: Decoder) -> Iterator[Layer]:
-    """Yield the caches of Llama 4: three layers with chunked attention, then one with full."""
+    """Yield the caches of Llama 4, where every fourth layer is full and the others are chunked."""
     return dense(decoder, kinds=chunked_kinds(decoder.config))
 
 

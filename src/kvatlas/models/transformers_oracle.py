@@ -117,7 +117,7 @@ class _Meta(TorchFunctionMode):
     """A torch mode that lets models run on the meta device, where tensors have no data.
 
     Some operations of models need data, for example the test whether a mask is all ones. In this
-    mode, they return the result for one sequence without padding.
+    mode, these operations return the result for one sequence without padding.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

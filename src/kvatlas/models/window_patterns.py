@@ -49,7 +49,7 @@ def flint(decoder: Decoder) -> Iterator[Layer]:
 def modernbert(decoder: Decoder) -> Iterator[Layer]:
     """Yield the caches of ModernBERT's decoder: every third layer is full attention.
 
-    The window is half of the key `local_attention`, which counts tokens on both sides.
+    The window is half of `local_attention`, because this key counts tokens on both sides.
     """
     config = decoder.config
     config.settled("local_attention")

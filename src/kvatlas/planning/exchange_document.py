@@ -120,7 +120,7 @@ def _decode(text: bytes, kind: type[Decoded], name: str) -> Decoded:
 
 
 def _json(text: bytes) -> Any:
-    """Decode JSON. Integers that are too large become -1, and 1.0 becomes 1."""
+    """Decode JSON. 1.0 becomes 1, and integers that are too large become -1, which is invalid."""
     import json  # slow to import, and only needed for documents
 
     hint = "Pass the bytes of a document of the exchange format"

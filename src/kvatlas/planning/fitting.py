@@ -89,8 +89,8 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def users(self, length: int | None = None, *, decoding: bool = True) -> int:
         """Return how many requests of `length` tokens all replicas together serve at once.
 
-        `length` defaults to the plan's `max_len`. If `decoding` is true, all requests decode. If it
-        is false, all requests prefill, which takes more blocks.
+        `length` defaults to the plan's `max_len`. If `decoding` is true, all requests decode.
+        Otherwise all requests prefill, which takes more blocks.
         """
         if self.plan is None:
             return 0
@@ -196,9 +196,9 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 class Fitting:
     """Fits one model on GPUs of one kind, in any topology.
 
-    `overhead` is the bytes per GPU for everything except weights and cache. Instead of bytes, it
-    may be the engine's settings (`EngineLoad`), from which `gpu_budget` predicts the bytes, or
-    `"auto"` for the default settings.
+    `overhead` is the bytes per GPU for everything except weights and cache. Instead of bytes,
+    `overhead` may be the engine's settings (`EngineLoad`), from which `gpu_budget` predicts the
+    bytes, or `"auto"` for the default settings.
     `weights_dtype` is the format of the weights, by default the checkpoint's. `options` are
     passed to `plan()` and must not include the memory or the topology.
     """

@@ -123,7 +123,7 @@ class BudgetLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory of the GPU that holds the most, divided into lines."""
+    """The memory of the GPU that holds the most weights, divided into lines."""
 
     model: str
     gpu: str
@@ -197,7 +197,7 @@ def gpu_budget(
     utilization: float = 0.9,
     experts_per_token: int | None = None,
 ) -> Budget:
-    """Return the memory budget of the GPU that holds the most.
+    """Return the memory budget of the GPU that holds the most weights.
 
     >>> from kvatlas.models import find_gpu
     >>> made = gpu_budget(Weights.load("Llama-3.1-8B"), find_gpu("H100"))

@@ -15,7 +15,7 @@ from kvatlas.planning.plan_data import PlanData
 
 
 def obstacles(plan: PlanData) -> tuple[str, ...]:
-    """Return the reasons why vLLM cannot run a plan, as phrases; empty if it can.
+    """Return the reasons why vLLM cannot run a plan, as phrases; empty if vLLM can run it.
 
     Plans of other policies describe what an engine does, so they have no obstacles.
 

@@ -179,7 +179,7 @@ class SizedLayer(msgspec.Struct, frozen=True):
         """The condition that the layer's backend places on the block stride; None if there is none.
 
         ("rows", n) means that the stride must be a multiple of n bytes. ("kernel blocks", n) means
-        that it must be a multiple of the bytes of n tokens.
+        that the stride must be a multiple of the bytes of n tokens.
         """
         if self.backend is None:
             return None

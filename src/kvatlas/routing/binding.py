@@ -113,8 +113,8 @@ class Copy:
     def runs(self) -> tuple[Int64s, Int64s, Int64s]:
         """Return (source offsets, destination offsets, lengths) of all runs, span by span.
 
-        Raises an error if the copy casts elements, because they then have different sizes at the
-        two ends.
+        Raises an error if the copy casts elements, because the elements then have different sizes
+        at the two ends.
         """
         if self.cast is not None:
             problem = "A copy that casts elements cannot be expressed as runs of bytes"

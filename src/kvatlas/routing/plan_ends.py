@@ -181,7 +181,7 @@ class PlanEnd:
 
     @cached_property
     def _placements(self) -> list[dict[str, Placement]]:
-        """The placements of each region: of its pages, or of its fields if they are apart."""
+        """The placements of each region: of all pages or, if fields are apart, of each field."""
         tp = self.plan.tp
         return [
             region.stored(tp, self.plan.pool(region.stage * tp, region.group).blocks)

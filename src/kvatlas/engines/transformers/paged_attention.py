@@ -1,9 +1,9 @@
 """Paged attention for transformers: `attn_implementation="kvatlas"`.
 
 Two functions are registered under that name. The mask function runs first, right after
-transformers has asked the cache for the mask sizes. The mask function records in the cache which
-tokens are padding and that attention will read the pages, checks the model's mask against the
-visibility of the layer's spec, and returns an empty mask. Then each layer stores its new tokens
+transformers has read the mask sizes from the cache. The mask function records in the cache which
+tokens are padding, and that attention will read the pages. It also checks the model's mask against
+the visibility of the layer's spec, and returns an empty mask. Then each layer stores its new tokens
 and calls the attention function, which reads the pages of the layer that was just written.
 Without a cache, both functions fall back to plain attention.
 """

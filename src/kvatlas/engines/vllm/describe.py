@@ -261,7 +261,7 @@ def _check_topology(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def _own_windows(config: Any) -> dict[str, Visibility]:
-    """Return the window or chunk of each layer, by name, in groups with one spec per layer."""
+    """Return the window or chunk of each layer by name, for groups with one spec per layer."""
     return {
         name: seen_by_group(spec)
         for group in config.transfer_groups

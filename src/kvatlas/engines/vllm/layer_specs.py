@@ -322,8 +322,8 @@ def _recurrent(name: str, spec: Any, model: ServedModel) -> AnySpec:
 def _candidates(known: Any, dtypes: list[str]) -> Iterator[Any]:
     """Yield variants of a recurrent spec, with `dtypes` as the dtypes of its states.
 
-    Variants differ in the axis order of the convolution state, and in how many additional inputs it
-    stores for speculative decoding.
+    Variants differ in the axis order of the convolution state, and in the number of additional
+    inputs in this state for speculative decoding.
     """
     states = [state.name for state in known.layer_states()]
     if len(states) != len(dtypes):

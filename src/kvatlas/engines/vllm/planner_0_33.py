@@ -65,7 +65,7 @@ def _choosing(original: Callable[..., Configs], setting: PlannerSetting) -> Call
 
 
 def check_builder(builder: type) -> None:
-    """Raise an error if a platform plug-in's builder groups layers itself; name the builder."""
+    """Raise an error that names the builder if a plug-in's builder groups the layers itself."""
     own = getattr(builder, "get_kv_cache_groups", None)
     if own is not DefaultKVCacheConfigBuilder.get_kv_cache_groups:
         raise declined("a platform plug-in groups the layers itself", builder_name(builder))

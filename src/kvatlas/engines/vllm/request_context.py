@@ -72,7 +72,7 @@ def _identify(name: str, _: int, path: str) -> str:
 
 
 def _embeds(request: Any, tokens: int) -> str:
-    """Return a digest of the embeddings of a request's first tokens; empty if it has none."""
+    """Return a digest of the embeddings of a request's first tokens; empty without embeddings."""
     embeds = getattr(request, "prompt_embeds", None)
     if embeds is None:
         return ""

@@ -103,7 +103,7 @@ def check_backend(vllm_config: Any) -> None:
 
     In vLLM 0.32, prefill and decode of MLA on a CPU disagree in the rotary part of Q and K, even
     without a connector. The logprobs of a prompt change if its last token is computed in a decode
-    step, as it is in every request whose cache was loaded.
+    step. After a cache was loaded, the last token is always computed in a decode step.
     """
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
     if device == "cpu" and getattr(vllm_config.model_config, "use_mla", False):

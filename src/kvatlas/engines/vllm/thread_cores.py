@@ -82,7 +82,7 @@ class ReadingThreads:
     def make_room(self, *, computing: bool) -> None:
         """Keep transfer threads off the compute cores if `computing` is true.
 
-        If it is false, transfer threads may run on all cores of the engine.
+        Otherwise, transfer threads may run on all cores of the engine.
         """
         if computing == self._computing or self._cores == self._spare:
             return

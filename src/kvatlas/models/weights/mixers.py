@@ -168,8 +168,8 @@ def compressed_attention(config: Config, ratio: int) -> list[Tensor]:
 def shared_rows(config: Config, ratio: int, *, chooses: bool) -> list[Tensor]:
     """Return the weights of DeepSeek-V4.1's compressor and indexer in one layer.
 
-    `ratio` is the number of tokens per row that the layer stores, 0 if it stores none. `chooses` is
-    whether the layer selects rows.
+    `ratio` is the number of tokens per row that the layer stores, 0 if the layer stores none.
+    `chooses` is whether the layer selects rows.
     """
     hidden, head_dim, name = config.hidden(), config.head_dim(), "self_attn"
     tensors: list[Tensor] = []

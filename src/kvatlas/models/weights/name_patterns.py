@@ -41,8 +41,8 @@ class NamePatterns:
     def match(self, name: str) -> bool:
         """Return whether any pattern matches a tensor's name, or one of its words.
 
-        If these patterns were created with `inside`, they may also match a module that contains the
-        tensor.
+        If the patterns were created with `inside`, a pattern may also match a module that contains
+        the tensor.
         """
         words = name.split(".")
         shortest = 1 if self._inside else len(words)
