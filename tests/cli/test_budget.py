@@ -70,4 +70,4 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
     assert "leave no memory for a cache" in " ".join(result.stderr.split())
     result = kvatlas("budget", "Qwen3-8B", "--gpu", "H100", "--release", "newest")
     assert result.exit_code == 2
-    assert "no version" in result.stderr
+    assert "must be a version number" in result.stderr
