@@ -30,10 +30,10 @@ def test_a_reader_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     """Read as if every layer were sliding, Gemma-2 has other caches than transformers."""
     monkeypatch.setitem(FAMILIES, "Gemma2ForCausalLM", Family(lambda d: dense(d, every=99)))
     assert Model.load(GEMMA2)
-    with pytest.raises(AtlasError, match="disagree") as refusal:
+    with pytest.raises(AtlasError, match="expect different caches") as refusal:
         Model.load(GEMMA2, oracle="transformers")
     assert refusal.value.code is Code.UNKNOWN_ARCHITECTURE
-    assert "2 layers differ" in str(refusal.value)
+    assert "differences in 2 layers" in str(refusal.value)
 
 
 def test_a_text_model_without_a_causal_head_is_verified() -> None:
