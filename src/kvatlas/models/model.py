@@ -34,7 +34,6 @@ from kvatlas.models.omitted_caches import omission_warnings
 from kvatlas.models.per_layer_config import apply_per_layer
 from kvatlas.models.sources import Source, find_config
 from kvatlas.models.unread_keys import outer_warnings, unread_warnings
-from kvatlas.models.verification import verify
 from kvatlas.specs import Indexer
 
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config", "language_model_config")
@@ -119,7 +118,11 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if not isinstance(source, Model):
             found = find_config(source)
             model = read_model(found, states, served)
-            note = verify(model.layers, found, model.max_len) if _is_oracle(oracle) else None
+            if not _is_oracle(oracle):
+                return model
+            from kvatlas.models.verification import verify  # rare, and loads transformers
+
+            note = verify(model.layers, found, model.max_len)
             return replace(model, warnings=(*model.warnings, note)) if note else model
         if states != StateDtypes() or served not in (None, source.dtype) or _is_oracle(oracle):
             options = {"dtype": served, "ssm_dtype": ssm, "conv_dtype": conv, "engine": engine}

@@ -8,14 +8,12 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models.known_models import CatalogueEntry, find
 from kvatlas.models.mistral_params import from_mistral, is_mistral
-from kvatlas.models.similar_names import similar_names
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,6 +74,8 @@ def _from_name(source: str | os.PathLike[str]) -> Source:
         return _from_entry(entry)
     if re.fullmatch(_HUB_ID, text):
         return _from_file(_from_hub(text))._replace(name=text, origin=f"hub: {text}")
+    from kvatlas.models.similar_names import similar_names  # only needed for unknown names
+
     close = similar_names(text)
     raise AtlasError(
         Code.UNKNOWN_MODEL,
@@ -219,6 +219,7 @@ def _silence(name: str) -> Exception | None:
     unreachable hub for half a minute. The request runs in a thread, because a DNS lookup has no
     timeout.
     """
+    import threading
     import urllib.error
     import urllib.request  # slow to import, and only needed for a hub id
 

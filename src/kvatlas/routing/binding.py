@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,8 +29,7 @@ _MOST_STARTS = 1 << 15
 """Maximum number of starts that `RepeatedRuns.in_states` caches for one number of states."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Starts:
+class Starts(msgspec.Struct, frozen=True, eq=False):
     """Pairs of a source and a destination offset at which runs start, sorted by destination.
 
     Starts are compared by identity, so that callers can use them as keys of a dict.

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvatlas.routing.binding import CompiledPair, Copy, Runs, joined, ranges
-from kvatlas.routing.costs import Costs, Report, report
 from kvatlas.routing.request import RequestEnds
+
+if TYPE_CHECKING:
+    from kvatlas.routing.costs import Costs, Report
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +32,8 @@ class BoundRoute:
 
     def report(self, costs: Costs | None = None) -> Report:
         """Report the number and sizes of the descriptors, and whether staging is faster."""
+        from kvatlas.routing.costs import report  # not needed to bind a route
+
         return report(self.copies, costs)
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvatlas.geometry import StridedRuns
 from kvatlas.routing.binding import CompiledPair, compile_pair
 from kvatlas.routing.compiler import Compiler, GroupPair
-from kvatlas.routing.converting_compiler import ConvertedBox, ConvertingCompiler
-from kvatlas.routing.element_casts import CastPairs, cast_patterns, compile_casts
 from kvatlas.routing.request import RequestEnds
-from kvatlas.routing.run_grids import SpanPattern
 from kvatlas.routing.unused_bytes import UnusedRuns
+
+if TYPE_CHECKING:
+    from kvatlas.routing.converting_compiler import ConvertedBox, ConvertingCompiler
+    from kvatlas.routing.element_casts import CastPairs
+    from kvatlas.routing.run_grids import SpanPattern
 
 _V = TypeVar("_V")
 
@@ -88,6 +90,8 @@ class CompiledRoute:
 
         Return None if elements cannot be converted one by one.
         """
+        from kvatlas.routing.element_casts import cast_patterns, compile_casts
+
         chosen = (request.source.rank, request.destination.rank, names)
         pairs = _cached(self._casts, chosen, lambda: compile_casts(converter, *chosen))
         return None if pairs is None else cast_patterns(pairs, request)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s, join_ranges
@@ -23,14 +23,16 @@ from kvatlas.routing.compatibility import reasons, refuse
 from kvatlas.routing.compiled_route import CompiledRoute
 from kvatlas.routing.compiler import Compiler
 from kvatlas.routing.conversion import Conversion, Scales, conversion_between, refuse_rescaling
-from kvatlas.routing.converted_stream import ConvertedStream
-from kvatlas.routing.converting_compiler import ConvertingCompiler
 from kvatlas.routing.plan_ends import PlanEnd, padding_between
-from kvatlas.routing.prepared import Base, PreparedRoute, RankMemory
 from kvatlas.routing.request import RequestEnds
-from kvatlas.routing.streams import Stream
 from kvatlas.routing.token_ranges import shared_visibility
 from kvatlas.routing.unused_bytes import UnusedBytesOfBlocks, UnusedRuns, no_unused_runs
+
+if TYPE_CHECKING:
+    from kvatlas.routing.converted_stream import ConvertedStream
+    from kvatlas.routing.converting_compiler import ConvertingCompiler
+    from kvatlas.routing.prepared import Base, PreparedRoute
+    from kvatlas.routing.streams import Stream
 
 
 class Route:
@@ -75,6 +77,8 @@ class Route:
         if convert is None:
             refuse_rescaling(ends[0].specs, ends[1].specs, self.layers, scales)
         else:
+            from kvatlas.routing.converting_compiler import ConvertingCompiler
+
             self.conversion = conversion_between(*ends, self.layers, convert, scales)
             self._converter = ConvertingCompiler(*ends, visibilities, self.conversion)
         plain = padding and self._converter is None
@@ -166,6 +170,8 @@ class Route:
         >>> sum(map(len, long.copies(100 << 30, (100 << 30) + (4 << 20))))
         8192
         """
+        from kvatlas.routing.streams import Stream
+
         self._refuse_converting()
         request = self._request(
             source_rank, destination_rank, source_blocks, destination_blocks, tokens
@@ -203,6 +209,8 @@ class Route:
         boxes = self._compiled.boxes(
             self._converter, request.source.rank, request.destination.rank, names
         )
+        from kvatlas.routing.converted_stream import ConvertedStream
+
         casts = partial(self._compiled.cast_patterns, self._converter, request, names)
         return ConvertedStream(boxes, request, casts)
 
@@ -245,6 +253,8 @@ class Route:
         layers: Iterable[str] | None = None,
     ) -> int:
         """Return the total number of bytes that `needs` lists, without listing them."""
+        from kvatlas.routing.streams import Stream
+
         return Stream(*self._arriving(destination_rank, destination_blocks, tokens, layers)).nbytes
 
     def filled_blocks(
@@ -281,6 +291,8 @@ class Route:
         layers: Iterable[str] | None = None,
     ) -> PreparedRoute:
         """Return descriptors of all blocks of two ranks, for transports that register them."""
+        from kvatlas.routing.prepared import PreparedRoute, RankMemory
+
         self._refuse_converting()
         source_rank = self._checked_source(source_rank, destination_rank)
         chosen = source_rank, int(destination_rank), self._checked_layers(layers)
