@@ -221,7 +221,7 @@ def _bounds(
     ones = np.ones(len(trace))
     late = np.arange(len(trace)) >= len(trace) // 2
     found, last, mean = (
-        upper_bound(model, spans, trace, model.step * values)
+        upper_bound(model, spans, trace, model.step * values, step_tokens=batched_tokens(plan))
         for values in (ones, ones * late, ones / real)
     )
     whole = int(found + 0.5) // model.step * model.step  # hits are whole spans

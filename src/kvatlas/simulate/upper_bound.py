@@ -10,9 +10,13 @@ running request.
 This packing problem is relaxed by a price per block and moment (Lagrangian duality). With given
 prices every request chooses its best hit by itself, and the sum of all gains plus the price of all
 blocks is at least the optimum, whatever the prices are. Prices are improved by subgradient steps,
-and the lowest sum is the result. Two simplifications only raise the bound: an entry may be stored
-by every request that contains it, even if that request continued after it, and layers with chunked
-attention are assumed to need no blocks.
+and the lowest sum is the result.
+
+How many blocks a running request needs depends on the engine, so some requests are served by one
+engine and refused by another. Such a request takes blocks only if it has a hit. Three
+simplifications only raise the bound: an entry may be stored by every request that contains it, even
+if that request continued after it or was refused, a refused request takes no blocks, and layers
+with chunked attention are assumed to need no blocks.
 """
 
 from __future__ import annotations
@@ -22,9 +26,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvatlas.geometry.integers import ceil_div
 from kvatlas.simulate.layer_classes import PoolModel
 from kvatlas.simulate.prompt_spans import Spans
-from kvatlas.simulate.traces import Ints, Trace
+from kvatlas.simulate.traces import MOST_TOKENS, Ints, Trace
 
 Floats = NDArray[np.float64]
 
@@ -57,18 +62,18 @@ class _Runs:
         last = np.full(spans.count, -1, np.int64)
         requests, befores, starts, stops = [], [], [], []
         limits = spans.reusable.tolist()
-        for request in np.flatnonzero(served).tolist():
+        for request in range(len(served)):
             numbers = spans.of_request(request)
             before = last[numbers[: limits[request]]]
             known = int(np.searchsorted(-before, 1))  # before descends; -1 means never requested
-            before = before[:known]
-            ends = np.append(np.flatnonzero(np.diff(before)) + 1, known)[: known or None]
-            if known:
+            last[numbers] = request
+            if known and served[request]:
+                before = before[:known]
+                ends = np.append(np.flatnonzero(np.diff(before)) + 1, known)
                 stops.append(ends)
                 starts.append(np.append(0, ends[:-1]))
                 befores.append(before[ends - 1])
                 requests.append(np.full(len(ends), request))
-            last[numbers] = request
         parts = [np.concatenate([*some, np.empty(0, np.int64)]).astype(np.int64)
                  for some in (requests, befores, starts, stops)]  # fmt: skip
         first = np.flatnonzero(np.diff(parts[0], prepend=-1))
@@ -79,25 +84,26 @@ class _Runs:
 class _Prices:
     """The relaxed problem: prices of blocks at every moment, and the hits that they allow."""
 
-    def __init__(self, model: PoolModel, spans: Spans, trace: Trace, values: Floats) -> None:
-        states = [_blocks(model, pool, "state") for pool in range(len(model.blocks))]
-        need = _attention_blocks(model, trace) + np.array(states)[:, None]
+    def __init__(
+        self, model: PoolModel, spans: Spans, trace: Trace, values: Floats, step_tokens: int
+    ) -> None:
+        least, most = _running_blocks(model, trace, step_tokens)
         rooms = np.array(model.blocks)[:, None]
-        served = (need <= rooms).all(0)
+        served, sure = (least <= rooms).all(0), (most <= rooms).all(0)
         self._runs = runs = _Runs.of(spans, served)
         moments = 2 * len(trace) + 1
         self.room = np.repeat(rooms.astype(np.float64), moments, axis=1)
         """[pool, moment]: blocks that kept entries may take. Moment 2 n is during request n, and
         moment 2 n + 1 is between requests n and n + 1."""
-        self.room[:, 0:-1:2] -= np.where(served, need, 0)
+        self.room[:, 0:-1:2] -= np.where(sure, least, 0)
+        self._own = np.where(sure, 0, least)[:, runs.request]
+        """[pool, run]: blocks that the request itself takes if it has a hit."""
         self._begin, self._end = 2 * runs.before + 1, 2 * runs.request
-        # Room that states and windows take beside the request that computes them is not counted,
-        # since engines differ in it: the result stays an upper bound.
         self._first = np.flatnonzero(runs.owner == np.arange(len(runs.owner)))
         self._sizes = np.diff(np.append(self._first, len(runs.owner)))
         self._value = values[runs.request] * runs.stop
         self._attention = [_blocks(model, pool, "all") for pool in range(len(model.blocks))]
-        self._states = states
+        self._states = [_blocks(model, pool, "state") for pool in range(len(model.blocks))]
         self._windows = [
             (one.pool, one.blocks, *self._window(one.first(runs.stop, spans.step)))
             for one in model.classes
@@ -157,7 +163,7 @@ class _Prices:
             whole = (each * lengths).cumsum()
             before = whole - each * lengths
             gain -= self._attention[pool] * (whole - before[runs.owner])
-            gain -= self._states[pool] * each
+            gain -= self._states[pool] * each + self._own[pool] * row[2 * runs.request]
             for of, blocks, first, place in self._windows:
                 if of == pool:
                     outside = before[place] + (first - runs.start[place]) * each[place]
@@ -193,6 +199,8 @@ class _Prices:
             taken = attention + states + windows
             change = np.bincount(self._begin, taken, ends) - np.bincount(self._end, taken, ends)
             row -= change.cumsum()[:-1]
+            served = np.flatnonzero(np.arange(len(chosen)) == chosen)
+            row[2 * runs.request[served]] -= self._own[pool][served]
 
 
 def _downhill(price: Floats, direction: Floats) -> Floats:
@@ -204,25 +212,44 @@ def _blocks(model: PoolModel, pool: int, needs: str) -> int:
     return sum(one.blocks for one in model.classes if one.pool == pool and one.needs == needs)
 
 
-def _attention_blocks(model: PoolModel, trace: Trace) -> Ints:
-    """Return [pool, request]: the blocks of full attention that a running request holds."""
+def _running_blocks(model: PoolModel, trace: Trace, step_tokens: int) -> tuple[Ints, Ints]:
+    """Return [pool, request]: the fewest and the most blocks of a running request.
+
+    Every engine holds the blocks of full attention and a state. It may also hold the blocks of
+    windows, and the states of a step of `step_tokens` tokens.
+    """
     tokens = trace.lengths + trace.outputs
-    each = [_blocks(model, pool, "all") for pool in range(len(model.blocks))]
-    return np.array([-(-tokens * blocks // model.step) for blocks in each])
+    spans = ceil_div(tokens, model.step)
+    step = ceil_div(min(step_tokens, int(tokens.max(initial=1))), model.step)
+    rings = model.rings or (0,) * len(model.blocks)
+    least = np.repeat(np.array(rings)[:, None], len(trace), axis=1)
+    most = least.copy()
+    for one in model.classes:
+        seen = one.visibility.window or one.visibility.chunk or 1
+        held = np.minimum(spans, step + ceil_div(seen, model.step)) + 1
+        if one.needs == "all":
+            mine = ceil_div(tokens * one.blocks, model.step)
+            least[one.pool] += mine
+            most[one.pool] += mine
+        else:
+            least[one.pool] += one.blocks * (one.needs == "state")
+            most[one.pool] += one.blocks * held
+    return least, most
 
 
 def upper_bound(
     model: PoolModel, spans: Spans, trace: Trace, values: Floats | None = None,
-    *, rounds: int = ROUNDS,
+    *, step_tokens: int = MOST_TOKENS, rounds: int = ROUNDS,
 ) -> float:  # fmt: skip
     """Return an upper bound of the number of spans that requests find in the pools.
 
-    The bound holds for all checkpoint and eviction policies. `values` contains, for each request,
-    the weight of one of its spans; by default 1.
+    The bound holds for all checkpoint and eviction policies of engines whose steps have at most
+    `step_tokens` tokens. `values` contains, for each request, the weight of one of its spans; by
+    default 1.
     """
     given = np.ones(len(trace)) if values is None else values
     if all(one.visibility.chunk or one.visibility.window == 1 for one in model.classes):
         # A chunk begins without earlier tokens, and a window of one token contains none.
         return float((given * spans.reusable).sum())
-    problem = _Prices(model, spans, trace, given)
+    problem = _Prices(model, spans, trace, given, step_tokens)
     return problem.solve(rounds)
