@@ -75,7 +75,7 @@ INTERNAL: dict[str, str] = {
     """,
     "simulate": """
         geometry.integers planning.sized_layers pool.block_ids pool.checkpoint_share
-        pool.checkpoints pool.event_recording pool.events pool.eviction pool.eviction.base
+        pool.checkpoints pool.event_recording pool.events pool.eviction
         pool.group_needs
     """,
     "routing": """

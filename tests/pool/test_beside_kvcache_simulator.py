@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvatlas.simulate import PoolModel, Replay, ReplayPolicy, Spans
+from kvatlas.simulate import Spans
 from kvatlas.simulate.traces import read_trace
+from tests.pool.span_store import store_hits
 
 FACTS = os.environ.get("KVATLAS_FACTS")
 SAMPLE = Path(__file__).parent / "sample_trace.jsonl"
@@ -43,8 +44,7 @@ def test_fifo_lru_and_optimal_find_as_much() -> None:
                 told = theirs.simulate_policy(plan, eviction, blocks)
                 assert told.measurementMode == "fixed_window", (path.name, blocks)
                 # In theirs, too, only FIFO lets a prompt's first block go before its last.
-                policy = ReplayPolicy(eviction, store=True, head_first=eviction == "fifo")
-                hits = Replay(PoolModel.plain(trace.block, blocks), spans, policy).run().hits
+                hits = store_hits(spans, blocks, eviction, head_first=eviction == "fifo")
                 found = np.minimum(hits * trace.block, trace.lengths)
                 rate = found[half:].sum() / trace.lengths[half:].sum()
                 print(f"{path.name} {eviction} {blocks}: {told.hitRate:.5f}, {rate:.5f} here")

@@ -8,14 +8,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.pool import BlockIds, block_ids
 from kvatlas.pool.block_ids import NO_BLOCK
-from kvatlas.pool.checkpoints import EveryBlock, checkpoint_policy
+from kvatlas.pool.checkpoints import checkpoint_policy
 from kvatlas.pool.eviction import EVICTIONS, Eviction, Fifo, Lru, Use
-from kvatlas.simulate import LayerClass, PoolModel, Replay, ReplayPolicy, Spans
-from kvatlas.simulate.lru_queue import LruQueue
+from kvatlas.simulate import LayerClass, PoolModel, ReplayPolicy, Spans
+from kvatlas.simulate.fast_replay import FastReplay
+from kvatlas.simulate.traces import TraceBuilder, TraceRequest
+from tests.pool.plain_store import PlainStore, worth
+from tests.pool.random_traces import random_trace
+from tests.pool.span_store import store_hits
+from tests.profiles import DEEP
 
 NOBODY = np.zeros(20, bool)
 
@@ -66,20 +73,40 @@ def test_what_is_dropped_while_it_is_in_use_is_queued_anew() -> None:
     assert lost == others[:1]
 
 
+@settings(max_examples=10_000 if DEEP else 60, deadline=None)
+@given(seed=st.integers(0, 1 << 32))
+def test_every_policy_evicts_what_a_plain_store_evicts(seed: int) -> None:
+    dice = Random(seed)  # noqa: S311
+    trace, _ = random_trace(dice)
+    spans, room = Spans.of(trace, dice.randint(1, 3)), dice.randint(1, 30)
+    requests = [spans.of_request(number).tolist() for number in range(len(trace))]
+    for eviction in EVICTIONS:
+        hits = store_hits(spans, room, eviction, saved=worth)
+        assert hits.tolist() == PlainStore(room, eviction, requests).run(), eviction
+
+
 def test_states_go_in_the_order_in_which_a_prompt_passed_them() -> None:
-    numbers = np.arange(9)
-    spans = Spans(1, numbers, np.array([0, 9]), 9, np.array([8]), np.array([8]))
-    classes = tuple(LayerClass(needs, 0, 1) for needs in ("all", "state", "state"))
+    builder = TraceBuilder("made", 1)
+    builder.add("line 1", TraceRequest(9, list(range(9))))
+    trace = builder.finish()
+    classes = (LayerClass("all", 0, 1), LayerClass("state", 0, 2, groups=2))
     model = PoolModel(1, classes, (100,))
-    parts = [numbers, np.array([2, 7]), np.array([2, 7])]
     orders = {}
-    for policy in (checkpoint_policy("vllm-default"), EveryBlock()):
-        replay = Replay(model, spans, ReplayPolicy(checkpoints=policy, by_group=True))
-        entries, places = replay._in_order(0, parts)
-        orders[type(policy)] = list(zip((entries >> 4).tolist(), places.tolist(), strict=True))
+    for kept in ("vllm-default+every-3", "every-block"):
+        policy = ReplayPolicy(checkpoints=checkpoint_policy(kept), by_group=True)
+        replay = FastReplay(model, trace, policy, batched_tokens=4)
+        replay.run()
+        blocks = replay._ids[0]._eviction.victims(100, None)
+        groups, places = np.divmod(replay._names[0][blocks], trace.distinct)
+        orders[kept] = list(zip(groups.tolist(), places.tolist(), strict=True))
     attention = [(0, place) for place in reversed(range(9))]
-    assert orders.pop(EveryBlock) == [(1, 7), (1, 2), (2, 7), (2, 2), *attention]
-    assert orders.popitem()[1] == [(1, 2), (2, 2), (1, 7), (2, 7), *attention]
+    last = [(1, 8), (1, 7), (2, 8), (2, 7)]  # in the tables of both groups at the end
+    few = [(group, place) for place in (2, 5) for group in (1, 2)]
+    assert orders["vllm-default+every-3"] == [*few, *attention, *last]
+    # A step has four tokens. When the next one begins, its groups release all states but the last.
+    passed = range(3), range(3, 7)
+    every = [(group, place) for some in passed for group in (1, 2) for place in reversed(some)]
+    assert orders["every-block"] == [*every, *attention, *last]
 
 
 def test_many_blocks_are_counted_as_few_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,29 +154,3 @@ def test_a_copy_of_block_ids_counts_its_own_blocks_alone() -> None:
     other.release(taken)
     assert (ids.free, other.free) == (100, 295)
     assert [other.owners(block) for block in more] == [1] * 5 + [0] * 15
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_queue_of_segments_evicts_as_lru_does(seed: int) -> None:
-    dice = Random(seed)  # noqa: S311
-    sizes = np.array([dice.choice((1, 4)) for _ in range(20)])
-    plain, queue = Lru(20, lambda ids: sizes[ids]), LruQueue(20)
-    queue._serial = dice.choice((0, 2**31 - 20))
-    inside: set[int] = set()
-    for now in range(300):
-        used = dice.sample(range(20), dice.randint(1, 12))
-        queue.take(np.array([one for one in used if one in inside], np.int64))
-        for size in (1, 4):
-            some = [one for one in used if sizes[one] == size]
-            use(plain, some, now)
-            if some:
-                queue.put(np.array(some), size)
-        inside |= set(used)
-        if now > 250:  # by then it was swept
-            blocks = dice.randint(1, 30)
-            victims, freed = queue.victims(blocks)
-            assert victims.tolist() == plain.victims(blocks, NOBODY).tolist()
-            assert freed == sizes[victims].sum()
-            inside -= set(victims.tolist())
-    assert sum(len(ids) for _, ids in queue.queued()) == len(inside)
-    assert queue._stored < 1_100

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code
 from kvatlas.models import Model
 from kvatlas.planning import Plan, plan
 from kvatlas.pool import BlockPool
-from kvatlas.simulate.layer_classes import PoolModel
+from kvatlas.simulate import PoolModel, ReplayPolicy
+from kvatlas.simulate.fast_replay import FastReplay
+from kvatlas.simulate.traces import TraceBuilder, TraceRequest
 from kvatlas.specs import Ring
 from kvatlas.tier import Tier
 from kvatlas.tier.canonical_rows import canonical_rows
@@ -56,9 +57,12 @@ def small_ring(own: Plan) -> Ring:
 
 def test_simulated_hits_need_no_ring() -> None:
     own = made()
-    assert [one.needs for one in PoolModel.of(own).classes] == ["all"]
-    held = PoolModel.of(own).in_flight(np.array([100]), np.array([100 // 16]))
-    assert held.tolist() == [[1 + 1]]  # the ring, and the block that is being filled
+    model = PoolModel.of(own)
+    assert [one.needs for one in model.classes] == ["all"]
+    builder = TraceBuilder("made", 16)
+    builder.add("line 1", TraceRequest(100, list(range(6))))
+    outcome = FastReplay(model, builder.finish(), ReplayPolicy()).run()
+    assert outcome.peak == 6 + 1 + 1  # the ring, and the block that is being filled
 
 
 def test_tiers_refuse_rings() -> None:

@@ -11,55 +11,87 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvatlas.errors import AtlasError
+from kvatlas.geometry.integers import ceil_div
 from kvatlas.planning import plan
 from kvatlas.pool.checkpoints import checkpoint_policy
-from kvatlas.simulate import (
-    LowerTier,
-    PoolModel,
-    ReplayPolicy,
-    Spans,
-    TieredReplay,
-    read_trace,
-    simulate,
-)
-from tests.pool.oracle import TieredOracle
-from tests.pool.test_replay import KEPT, SAMPLE, random_classes, random_trace, simulated
+from kvatlas.simulate import LowerTier, PoolModel, ReplayPolicy, TieredReplay, read_trace, simulate
+from kvatlas.simulate.pool_replay import PoolReplay
+from kvatlas.simulate.tiers import LOWER
+from tests.pool.oracle import OracleClass, TieredOracle
+from tests.pool.random_traces import KEPT, SAMPLE, random_classes, random_trace, simulated
 from tests.profiles import DEEP
 
 
-@settings(max_examples=5_000 if DEEP else 30)
-@given(seed=st.integers(0, 1 << 32))
-def test_tiers_find_what_a_cache_of_single_tokens_finds(seed: int) -> None:
-    dice = Random(seed)  # noqa: S311
-    trace, requests = random_trace(dice)
-    kinds, step = random_classes(dice), dice.randint(1, 5)
-    pools = 1 + max(kind.pool for kind in kinds)
-    blocks = [dice.randint(5, 25) for _ in range(pools)]
-    held = [[dice.randint(0, 2) for _ in range(pools)] for _ in requests]
+def random_tiers(dice: Random, classes: int, least: int, most: int) -> list[LowerTier]:
     tiers = []
     for name in ("host", "disk")[: dice.randint(1, 2)]:
         share = dice.choice([None, 0.25, 0.5])
-        sizes = tuple(dice.randint(1, 9) for _ in kinds)
-        tiers.append(LowerTier(name, dice.randint(10, 150), sizes, share))
+        sizes = tuple(dice.randint(1, 9) for _ in range(classes))
+        tiers.append(LowerTier(name, dice.randint(least, most), sizes, share))
+    return tiers
+
+
+@settings(max_examples=5_000 if DEEP else 30, deadline=None)
+@given(seed=st.integers(0, 1 << 32))
+def test_tiers_find_what_a_cache_of_single_tokens_finds(seed: int) -> None:
+    """With full attention in one or two pools, in which a running request fits."""
+    dice = Random(seed)  # noqa: S311
+    trace, requests = random_trace(dice)
+    step = dice.randint(1, 5)
+    kinds = [OracleClass("all", pool, 1) for pool in range(dice.randint(1, 2))]
+    longest = ceil_div(int(trace.lengths.max()), step)
+    blocks = [longest + dice.randint(0, 12) for _ in kinds]
+    counts = np.diff(trace.starts) * trace.block
+    named = np.minimum(trace.lengths, counts).tolist()
+    held = [[ceil_div(len(r), step) - n // step] * len(kinds)
+            for r, n in zip(requests, named, strict=True)]  # fmt: skip
+    tiers = random_tiers(dice, len(kinds), 10, 150)
     states = [int(tier.nbytes * tier.state_share) if tier.state_share else 0 for tier in tiers]
     capacity = [
         [tier.nbytes - part, part] if part else [tier.nbytes]
         for tier, part in zip(tiers, states, strict=True)
     ]
     model = PoolModel(step, tuple(map(simulated, kinds)), tuple(blocks))
-    counts = np.diff(trace.starts) * trace.block
-    named = np.minimum(trace.lengths, counts).tolist()
-    known = [len(r) // trace.block * trace.block for r in requests]
-    kept, by_group = dice.choice(KEPT), dice.random() < 0.3
-    policy = ReplayPolicy("lru", checkpoint_policy(kept), by_group)
-    spans = Spans.of(trace, step)
-    replay = TieredReplay(model, spans, policy, in_flight=np.array(held).T, tiers=tiers)
-    oracle = TieredOracle(
-        step, kinds, blocks, "lru", kept, requests, known, named, held, by_group,
-        capacity=capacity, sizes=[list(tier.sizes) for tier in tiers],
-    )  # fmt: skip
+    replay = TieredReplay(model, trace, ReplayPolicy(), tiers=tiers)
+    sizes = [list(tier.sizes) for tier in tiers]
+    oracle = TieredOracle(step, kinds, blocks, requests, named, held, capacity, sizes)
     assert (replay.run().hits * step).tolist() == oracle.run()
     assert (replay.found.T * step).tolist() == oracle.found
+
+
+@settings(max_examples=5_000 if DEEP else 40, deadline=None)
+@given(seed=st.integers(0, 1 << 32))
+def test_each_block_is_in_one_tier_and_nothing_is_lost_in_a_large_one(seed: int) -> None:
+    dice = Random(seed)  # noqa: S311
+    trace, _ = random_trace(dice)
+    kinds, step = random_classes(dice), dice.randint(1, 5)
+    large = dice.random() < 0.5
+    pools = 1 + max(kind.pool for kind in kinds)
+    blocks = tuple(dice.randint(30, 120) for _ in range(pools))
+    classes = tuple(map(simulated, kinds))
+    tiers = random_tiers(dice, len(kinds), *((10**6, 10**6) if large else (20, 400)))
+    policy = ReplayPolicy("lru", checkpoint_policy(dice.choice(KEPT)), by_group=dice.random() < 0.3)
+    tokens = dice.randint(step, 40)
+    model = PoolModel(step, classes, blocks)
+    replay = TieredReplay(model, trace, policy, tiers=tiers, batched_tokens=tokens)
+    endless = PoolReplay(
+        PoolModel(step, classes, (10_000,) * pools), trace, policy, batched_tokens=tokens
+    )
+    for request in range(len(trace)):
+        hit, refused = replay.serve(request), replay.outcome.refused
+        assert replay.found[:, request].sum() == hit
+        if large and not refused:
+            assert hit == endless.serve(request)
+        on_gpu = replay._where[(replay._where >= 0) & (replay._where < LOWER)]
+        kept = sum(np.count_nonzero(ids._arrays.kept) for ids in replay._ids)
+        assert kept == len(on_gpu) + sum(replay._further)
+        assert [ids.free for ids in replay._ids] == list(blocks)
+        for number, store in enumerate(replay._stores, 1):
+            names = np.flatnonzero(replay._where == LOWER + number)
+            for part, mine in store._by_part(names):
+                assert store._queues[part]._place[mine].all()
+                assert np.count_nonzero(store._queues[part]._place) == len(mine)
+                assert store._size(mine).sum() == store._used[part] <= store._room[part]
 
 
 def test_a_host_tier_finds_what_the_gpu_lost() -> None:
@@ -82,12 +114,20 @@ def test_an_entry_takes_the_bytes_of_the_tiers_own_plan() -> None:
     ours = plan("Qwen3.5-397B-A17B", memory="8GiB", max_len="8K")
     above, below = PoolModel.of(theirs), PoolModel.of(ours)
     tier = LowerTier.of("host", ours, above)
-    sizes = {one.needs: size for one, size in zip(above.classes, tier.sizes, strict=True)}
+    sizes = {
+        one.needs: (one.blocks * size, one.blocks)
+        for one, size in zip(above.classes, tier.sizes, strict=True)
+    }
     state = next(one for one in below.classes if one.needs == "state")
-    assert sizes["state"] == state.blocks * state.block_bytes
+    _is_rounded_up(*sizes["state"], state.blocks * state.block_bytes)
     attention = next(one for one in below.classes if one.needs == "all")
     whole = -(-above.step // below.step)
-    assert sizes["all"] == whole * attention.blocks * attention.block_bytes
+    _is_rounded_up(*sizes["all"], whole * attention.blocks * attention.block_bytes)
+
+
+def _is_rounded_up(total: int, blocks: int, exact: int) -> None:
+    """Assert that `blocks` blocks, of which each is rounded up, take `exact` bytes."""
+    assert exact <= total < exact + blocks
 
 
 def test_tiers_that_cannot_be_are_refused() -> None:

@@ -120,8 +120,10 @@ def test_requests_that_never_overlap_find_what_they_find_one_after_the_other(see
     dice = Random(seed)  # noqa: S311
     made = small_plan(dice.choice(MODELS[:-1]), dice.randint(14, 90))
     trace = prompts(dice, dice.choice([4, 8, 16]), 40)
-    policy = ReplayPolicy(dice.choice(EVICTIONS), checkpoint_policy(dice.choice(CHECKPOINTS)))
-    model = PoolModel.of(made)
+    policy = ReplayPolicy(
+        dice.choice(EVICTIONS), checkpoint_policy(dice.choice(CHECKPOINTS)), dice.random() < 0.3
+    )
+    model = PoolModel.of(made, by_group=policy.by_group)
     alone = PoolReplay(model, trace, policy).run()
     timed = TimedReplay(model, trace, policy)
     assert timed.run().hits.tolist() == alone.hits.tolist()

@@ -9,12 +9,10 @@ from kvatlas.simulate.hit_rates import HitRates, found_by_request, simulate
 from kvatlas.simulate.layer_classes import LayerClass, PoolModel
 from kvatlas.simulate.prefill_cost import TFLOPS, PrefillCost, active_parameters
 from kvatlas.simulate.prompt_spans import Spans
-from kvatlas.simulate.replay import Replay
-from kvatlas.simulate.replay_base import Outcome, ReplayPolicy
+from kvatlas.simulate.replay_policy import Outcome, ReplayPolicy
 from kvatlas.simulate.tiers import LowerTier, TieredReplay
 from kvatlas.simulate.trace_contents import TraceFacts, trace_facts
 from kvatlas.simulate.traces import Trace, Unseen, read_trace
-from kvatlas.simulate.vllm_replay import VllmReplay
 
 __all__ = [
     "BASELINE",
@@ -26,7 +24,6 @@ __all__ = [
     "Outcome",
     "PoolModel",
     "PrefillCost",
-    "Replay",
     "ReplayPolicy",
     "Spans",
     "TieredReplay",
@@ -34,7 +31,6 @@ __all__ = [
     "TraceFacts",
     "TriedPlan",
     "Unseen",
-    "VllmReplay",
     "active_parameters",
     "choose",
     "found_by_request",

@@ -15,7 +15,7 @@ from kvatlas.planning import Plan
 from kvatlas.simulate.hit_rates import HitRates, simulate
 from kvatlas.simulate.layer_classes import PoolModel
 from kvatlas.simulate.prefill_cost import PrefillCost
-from kvatlas.simulate.replay_base import Progress
+from kvatlas.simulate.replay_policy import Progress
 from kvatlas.simulate.traces import Trace
 
 FIRST = ("branch-points", "lru")

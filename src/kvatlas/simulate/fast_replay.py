@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvatlas.geometry.integers import ceil_div
-from kvatlas.simulate.pool_replay import ABSENT, Bundle, CachedPrefix, PoolReplay
+from kvatlas.simulate.bundles import ABSENT, Bundle
+from kvatlas.simulate.pool_replay import CachedPrefix, PoolReplay
 from kvatlas.simulate.traces import Ints
 
 Run = tuple[int, int]
@@ -33,6 +34,20 @@ class _Part:
         """The blocks of kept states, by number of tokens."""
         self.blocks = owned
         """[group, entry - first]: kept blocks, or `ABSENT`."""
+        self.unkept: list[int] = []
+        """The entries with blocks that are not kept, if not all entries have blocks."""
+
+    def unkept_until(self, stop: int) -> int:
+        """Return how many entries before `stop` have blocks that are in use and not kept."""
+        if self.bundle.sparse:
+            before = len(self.unkept)
+            self.unkept = [entry for entry in self.unkept if entry >= stop]
+            return before - len(self.unkept)
+        kept = sum(
+            max(min(last, stop) - max(first, self.gone), 0)
+            for first, last in ((self.first, self.begun), *self.runs)
+        )
+        return stop - self.gone - kept
 
 
 Released = list[tuple[_Part, int, int]]
@@ -43,8 +58,7 @@ class FastReplay(PoolReplay):
     """A replay that gives the same hits as `PoolReplay`, in less time."""
 
     def _serve(self, found: CachedPrefix) -> bool:
-        dense = all(bundle.keeps_all for bundle in self._bundles)
-        if self._shares or any(self.model.rings) or not (dense or self._ids[0].is_lru):
+        if self._shares or any(self.model.rings) or not (self._dense or self._ids[0].is_lru):
             return super()._serve(found)
         parts = [self._part(bundle, found) for bundle in self._bundles]
         pinned: list[Ints] = [_NOTHING] * len(self._ids)
@@ -75,8 +89,9 @@ class FastReplay(PoolReplay):
         end = self._lengths[found.request] + self._outputs[found.request]
         free = [ids.free - len(used) for ids, used in zip(self._ids, pinned, strict=True)]
         for part in parts:
-            states = len(found.ends) + 2
+            states = len(found.ends) + 3
             count = states if part.bundle.state else ceil_div(end, part.bundle.block) - part.begun
+            count = min(count, states) if part.bundle.sparse else count
             free[part.pool] -= count * part.bundle.groups
         return min(free) >= 0
 
@@ -84,11 +99,12 @@ class FastReplay(PoolReplay):
         """Serve a request that fits: evict step by step, and assign block ids at the end."""
         length, outputs = self._lengths[found.request], self._outputs[found.request]
         released: list[Released] = []
-        copies = [self._has_copies(part, length, found.ends) for part in parts]
+        # In vLLM, cached copies of computed blocks stay.
+        copies = [not self._copies and self._has_copies(part, length, found.ends) for part in parts]
         computed = found.hit
         if self._windows or any(copies):
             computed = self._in_steps(parts, found, copies, released)
-        elif length:
+        elif length or outputs:
             computed = length
             self._in_one_step(parts, found, released)
         self._assign(parts)
@@ -102,14 +118,23 @@ class FastReplay(PoolReplay):
             for part in parts:  # of full attention, because other parts are used by LRU only
                 stop = min(part.size, len(part.numbers))
                 self._describe(part.bundle, found.request, 0, part.blocks[:, :stop])
+        ends: list[Released] = []
         for order in self._order:
             mine = [parts[number] for number in order]
             ending = [(one, computed, computed) for one in mine if computed in one.states]
             ending = [] if outputs else ending
             ending += [(one, one.gone, one.size) for one in mine if not one.bundle.state]
-            self._queue(ending, queued)
+            ends.append(ending)
+        for ranges in self._in_turn(ends):
+            self._queue(ranges, queued)
         for ids, blocks in zip(self._ids, queued, strict=True):
             ids.queue(_joined(blocks))
+
+    def _in_turn(self, released: list[Released]) -> list[Released]:
+        """Return the ranges to release together: those of a pool, or in vLLM of one class."""
+        if self.policy.by_group:
+            return [[one] for ranges in released for one in ranges]
+        return [ranges for ranges in released if ranges]
 
     def _in_steps(
         self, parts: list[_Part], found: CachedPrefix, copies: list[bool], released: list[Released]
@@ -209,17 +234,17 @@ class FastReplay(PoolReplay):
                 gone = min(bundle.first(computed) // bundle.block, part.size)
                 if gone > part.gone:
                     left[pool].append((part, part.gone, gone))
-                    kept = sum(
-                        max(min(last, gone) - max(first, part.gone), 0)
-                        for first, last in ((part.first, part.begun), *part.runs)
-                    )
-                    held[pool] -= (gone - part.gone - kept) * bundle.groups
+                    held[pool] -= part.unkept_until(gone) * bundle.groups
                     part.gone = gone
                 size = min(size, part.size + 1) if answer else size
             if size > part.size:
-                held[pool] += (size - part.size) * bundle.groups
+                taken = size - part.size
+                if bundle.sparse:
+                    taken = 1
+                    part.unkept.append(size - 1)
+                held[pool] += taken * bundle.groups
                 part.size = size
-        released += [ranges for ranges in left if ranges]
+        released += self._in_turn(left)
         released += copied
 
     def _has_copies(self, part: _Part, length: int, ends: list[int]) -> bool:
@@ -262,6 +287,8 @@ class FastReplay(PoolReplay):
                 first = part.runs.pop()[0]
             if first < last:
                 part.runs.append((first, last))
+                if bundle.sparse:
+                    part.unkept.remove(last - 1)
 
     def _discard(self, bundle: Bundle, names: Ints) -> None:
         """Discard cached blocks that were computed again."""
@@ -269,7 +296,6 @@ class FastReplay(PoolReplay):
         old: Ints = cached[cached >= 0].astype(np.int64)
         if len(old):
             self._where[names] = ABSENT
-            self._names[bundle.one.pool][old] = ABSENT
             self._ids[bundle.one.pool].discard(old)
 
     def _assign(self, parts: list[_Part]) -> None:
@@ -290,7 +316,10 @@ class FastReplay(PoolReplay):
                     pieces.append(np.full((bundle.groups, first - place), ABSENT))
                 blocks = self._ids[part.pool].take_kept(bundle.groups * (last - first))
                 mine = bundle.names(part.numbers[first:last]).ravel()
-                names[blocks], self._where[mine] = mine, blocks
+                if self._copies and np.count_nonzero((before := self._where[mine]) >= 0):
+                    self._add(part.pool, mine, blocks, before)
+                else:
+                    names[blocks], self._where[mine] = mine, blocks
                 pieces.append(blocks.reshape(bundle.groups, last - first))
                 place = last
             if pieces:
@@ -298,6 +327,11 @@ class FastReplay(PoolReplay):
 
     def _queue(self, ranges: Released, queued: list[list[Ints]]) -> None:
         """Append the kept blocks in ranges of one pool to `queued`, the last position first."""
+        if self.policy.by_group:
+            ((part, start, stop),) = ranges
+            blocks = part.blocks[:, start - part.first : stop - part.first][:, ::-1].ravel()
+            queued[part.pool].append(blocks if part.bundle.keeps_all else blocks[blocks >= 0])
+            return
         every: list[Ints] = []
         ends: list[Ints] = []
         for part, start, stop in ranges:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -19,12 +19,11 @@ from kvatlas.simulate.layer_classes import LayerClass, PoolModel
 from kvatlas.simulate.prefill_cost import PrefillCost
 from kvatlas.simulate.prefill_steps import batched_tokens
 from kvatlas.simulate.prompt_spans import Spans
-from kvatlas.simulate.replay_base import Outcome, Progress, ReplayPolicy
+from kvatlas.simulate.replay_policy import Outcome, Progress, ReplayPolicy
 from kvatlas.simulate.tiers import LowerTier, TieredReplay
 from kvatlas.simulate.timed_replay import TimedReplay
 from kvatlas.simulate.traces import Ints, Trace
 from kvatlas.simulate.upper_bound import upper_bound
-from kvatlas.simulate.vllm_replay import VllmReplay
 
 BRANCH_POINTS = "branch-points"
 """The default checkpoint policy."""
@@ -112,9 +111,9 @@ def simulate(
 
     The default checkpoint policy is `branch-points`. Requests are served as `BlockPool` serves
     them. Plans of other policies than atlas are simulated as in vLLM, if eviction is LRU: groups
-    release their blocks one after the other, and recomputed blocks are kept twice. `by_group=True`
-    simulates every plan in this way, and `by_group=False` no plan. With `tiers`, recomputed blocks
-    are kept once, unlike in vLLM. With `arrivals`, `by_group` has no effect.
+    release their blocks one after the other, recurrent groups allocate a state per step, and
+    recomputed blocks are kept twice. `by_group=True` simulates every plan in
+    this way, and `by_group=False` no plan.
 
     `eviction="optimal"` uses the future of the trace. If every layer keeps all tokens, this policy
     is Belady's rule. Otherwise nothing is replayed: the rates are upper bounds for all checkpoint
@@ -126,7 +125,7 @@ def simulate(
     checkpoints.
     """
     policy = _policy(plan, eviction, checkpoints, by_group)
-    model = PoolModel.of(plan)
+    model = PoolModel.of(plan, by_group=policy.by_group)
     spans = spans_of(trace, model.step)
     if eviction == "optimal":
         _require_gpu_alone(arrivals=arrivals, tiers=bool(tiers))
@@ -135,14 +134,13 @@ def simulate(
     waited, found = 0.0, None
     if tiers:
         lower = _lower_tiers(tiers, model, state_share, arrivals=arrivals)
-        options = _options(model, trace, spans, cost)
-        tiered = TieredReplay(model, spans, policy, tiers=lower, **options)
+        tiered = TieredReplay(model, trace, policy, tiers=lower, **_as_pool(plan, cost))
         outcome, found = tiered.run(progress), tiered.found
     elif arrivals:
         timed = TimedReplay(model, trace, policy, cost=cost, **_as_pool(plan, cost))
         outcome, waited = timed.run(progress), timed.waited
     else:
-        outcome = _one_by_one(plan, trace, policy, cost).run(progress)
+        outcome = FastReplay(model, trace, policy, **_as_pool(plan, cost)).run(progress)
     by_tier = outcome.hits[None] if found is None else found
     places = dict(zip(("gpu", *(tiers or ())), (by_tier.sum(1) * model.step).tolist(), strict=True))
     return _rates(
@@ -162,7 +160,9 @@ def found_by_request(
     by_group: bool | None = None,
 ) -> Ints:
     """Simulate a trace as `simulate` does, and return the cached tokens of each request."""
-    replay = _one_by_one(plan, trace, _policy(plan, eviction, checkpoints, by_group), None)
+    policy = _policy(plan, eviction, checkpoints, by_group)
+    model = PoolModel.of(plan, by_group=policy.by_group)
+    replay = FastReplay(model, trace, policy, **_as_pool(plan, None))
     return np.minimum(replay.run().hits * replay.spans.step, trace.lengths)
 
 
@@ -172,25 +172,7 @@ def _policy(
     eviction_policy(eviction)  # raise an error for a wrong name before the slow part
     in_turn = plan.policy != "atlas" if by_group is None else by_group
     kept = checkpoint_policy(checkpoints or BRANCH_POINTS)
-    return ReplayPolicy(eviction, kept, by_group=in_turn)
-
-
-def _options(
-    model: PoolModel, trace: Trace, spans: Spans, cost: PrefillCost | None
-) -> dict[str, Any]:
-    held = model.in_flight(trace.lengths + trace.outputs, np.diff(spans.starts))
-    return {"in_flight": held, "saved": _saved(model, cost)}
-
-
-def _one_by_one(
-    plan: Plan, trace: Trace, policy: ReplayPolicy, cost: PrefillCost | None
-) -> VllmReplay | FastReplay:
-    """Return a replay of requests one after the other: as in vLLM, or as with a `BlockPool`."""
-    if policy.by_group and policy.eviction == "lru":
-        model = PoolModel.of(plan, by_group=True)
-        spans, tokens = spans_of(trace, model.step), batched_tokens(plan)
-        return VllmReplay(model, spans, policy, trace=trace, batched_tokens=tokens)
-    return FastReplay(PoolModel.of(plan), trace, policy, **_as_pool(plan, cost))
+    return ReplayPolicy(eviction, kept, by_group=in_turn and eviction == "lru")
 
 
 def _as_pool(plan: Plan, cost: PrefillCost | None) -> dict[str, Any]:
@@ -288,24 +270,6 @@ def ceiling(trace: Trace) -> Ints:
         mine = requests[first[ids] == requests] - some.start
         new[some] = np.bincount(mine, minlength=some.stop - some.start)
     return np.minimum((counts - new) * trace.block, trace.lengths)
-
-
-def _saved(
-    model: PoolModel, cost: PrefillCost | None
-) -> Callable[[LayerClass, Ints], NDArray[np.float64]]:
-    """Return a function that computes the FLOPs that a hit saves, per byte of cache.
-
-    Its arguments are a layer class and the indices of spans in a prompt. A span of full attention
-    saves the FLOPs of its tokens. A checkpoint saves the FLOPs of all tokens before it.
-    """
-    priced = cost or PrefillCost(1.0)
-
-    def saved(one: LayerClass, places: Ints) -> NDArray[np.float64]:
-        stop = (places + 1) * model.step
-        start = stop - model.step if one.needs == "all" else stop * 0
-        return priced.flops(start, stop) / (one.blocks * one.block_bytes)
-
-    return saved
 
 
 def _rates(

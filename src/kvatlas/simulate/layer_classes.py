@@ -9,7 +9,7 @@ import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import ceil_div
-from kvatlas.planning import Group, Plan
+from kvatlas.planning import Plan
 from kvatlas.pool.group_needs import hit_step, reuses_prefixes
 from kvatlas.simulate.prompt_spans import check_step
 from kvatlas.simulate.traces import Ints
@@ -45,16 +45,6 @@ class LayerClass:
         first: Ints = self.visibility.first(ends * step) // step
         return np.minimum(first, ends)
 
-    def first_place(self, tokens: int, step: int) -> int:
-        """Return the first span of `step` tokens that is needed to continue after `tokens` tokens.
-
-        >>> LayerClass("window", 0, 1, Visibility(window=33)).first_place(100, 16)
-        4
-        """
-        if self.needs == "state":
-            return max(tokens - 1, 0) // step
-        return int(self.visibility.first(tokens)) // step
-
 
 @dataclass(frozen=True)
 class PoolModel:
@@ -65,14 +55,12 @@ class PoolModel:
     classes: tuple[LayerClass, ...]
     blocks: tuple[int, ...]
     """Number of blocks of each pool, without the null block."""
-    groups: tuple[Group, ...] = ()
-    dcp: int = 1
     rings: tuple[int, ...] = ()
     """Number of blocks that each request takes in each pool for rings; empty if there are none."""
 
     @classmethod
     def of(cls, plan: Plan, *, by_group: bool = False) -> PoolModel:
-        """Return the properties of a plan. With `by_group`, each group is a separate class."""
+        """Return the properties of a plan. With `by_group`, only consecutive groups are a class."""
         if not reuses_prefixes(plan):
             problem = "The plan must support prefix caching, because hits are simulated"
             got = f"a plan of {plan.model} with prefix_caching=False"
@@ -90,11 +78,13 @@ class PoolModel:
             sizes[pool.index] = (least, total)
         order = {index: place for place, index in enumerate(sorted(sizes))}
         alike: dict[tuple[bool, Visibility, int, int, int], int] = {}
-        for number, group in enumerate(plan.groups):
+        run, before = 0, None
+        for group in plan.groups:
             if group.kind == "ring":
                 continue  # hits end where a group of tokens begins, so that no row is needed
             kind = (group.kind == "recurrent", group.visibility, group.block, group.pool)
-            key = (*kind, number if by_group else 0)
+            run += by_group and kind != before
+            key, before = (*kind, run), kind
             alike[key] = alike.get(key, 0) + 1
         classes = [
             LayerClass(
@@ -112,24 +102,9 @@ class PoolModel:
         rings = [0] * len(blocks)
         for group in plan.groups:
             rings[order[group.pool]] += group.kind == "ring"
-        return cls(step, tuple(classes), blocks, plan.groups, plan.dcp, tuple(rings))
+        return cls(step, tuple(classes), blocks, tuple(rings))
 
     @classmethod
     def plain(cls, step: int, blocks: int) -> PoolModel:
         """Return a model with full attention only. Its pool has `blocks` blocks."""
         return cls(step, (LayerClass("all", 0, 1),), (blocks,))
-
-    def in_flight(self, lengths: Ints, spans: Ints) -> Ints:
-        """Return the blocks that each running request holds outside of complete spans.
-
-        These are the block that is being filled, the blocks of the answer and of windows, and the
-        recurrent states that are being written. The result is an array [pool, request].
-        """
-        held = np.zeros((len(self.blocks), len(lengths)), np.int64)
-        order = {index: place for place, index in enumerate(sorted({g.pool for g in self.groups}))}
-        for group in self.groups:
-            taken = group.blocks(lengths, in_flight=1, dcp=self.dcp)
-            if group.visibility == EVERYTHING and group.kind not in ("recurrent", "ring"):
-                taken = taken - spans * (self.step // (group.block * self.dcp))
-            held[order[group.pool]] += np.maximum(taken, 0)
-        return held

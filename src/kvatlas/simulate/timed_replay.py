@@ -14,7 +14,7 @@ import numpy as np
 
 from kvatlas.simulate.pool_replay import PoolReplay, Request
 from kvatlas.simulate.prefill_cost import DECODE_SECONDS, PrefillCost
-from kvatlas.simulate.replay_base import Outcome, Progress
+from kvatlas.simulate.replay_policy import Outcome, Progress
 from kvatlas.simulate.traces import Ints
 
 

@@ -83,7 +83,7 @@ class Eviction:
         """Remove entries from the queue."""
         self._place[ids] = 0
 
-    def victims(self, blocks: int, pinned: NDArray[np.bool_]) -> Ids:
+    def victims(self, blocks: int, pinned: NDArray[np.bool_] | None) -> Ids:
         """Remove and return the first entries that have at least `blocks` blocks in total.
 
         Entries whose element of `pinned` is true are skipped. If all other entries together have
@@ -99,8 +99,10 @@ class Eviction:
                 # Process a long segment in pieces, because it may be needed only in part.
                 head = segment[: max(blocks, 64)]
                 queued = self._place[head] == serial
-                held = pinned[head]
-                passes = np.count_nonzero(held)
+                passes = 0
+                if pinned is not None:
+                    held = pinned[head]
+                    passes = int(np.count_nonzero(held))
                 if passes:
                     held &= queued
                     queued ^= held

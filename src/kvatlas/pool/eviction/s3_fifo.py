@@ -52,7 +52,7 @@ class S3Fifo(Eviction):
             self._small.pop(entry, None)
             self._main.pop(entry, None)
 
-    def victims(self, blocks: int, pinned: NDArray[np.bool_]) -> Ids:
+    def victims(self, blocks: int, pinned: NDArray[np.bool_] | None) -> Ids:
         """Evict entries with at least `blocks` blocks in total, except pinned entries.
 
         Entries of the small queue are evicted while it exceeds its share of all entries.
@@ -66,7 +66,7 @@ class S3Fifo(Eviction):
             small = bool(self._small) and (many or not self._main)
             queue = self._small if small else self._main
             entry, uses = queue.popitem(last=False)
-            if pinned[entry]:
+            if pinned is not None and pinned[entry]:
                 aside.append((queue, entry, uses))
                 skipped += small
             elif uses:
