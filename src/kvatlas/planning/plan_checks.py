@@ -179,7 +179,7 @@ def _check_region(plan: PlanData, region: Region) -> None:
         if group.kind in _PARTIAL and spec.visibility != group.visibility:
             raise _bad_plan(f"layer {name}, whose window, chunk or source differs from its group")
         if plan.dcp > 1:
-            _check_tokens(plan, group, name, spec.replicas(plan.tp))
+            _check_tokens(plan, group, name, spec)
 
 
 def _check_fields(plan: PlanData, region: Region, placed: tuple[FieldPlacement, ...]) -> None:
@@ -230,17 +230,19 @@ def _may_join(kind: Kind, group: Kind) -> bool:
     return kind == group or (kind, group) == ("sliding_window_mla", "sliding_window")
 
 
-def _check_tokens(plan: PlanData, group: Group, layer: str, replicas: int) -> None:
+def _check_tokens(plan: PlanData, group: Group, layer: str, spec: Spec) -> None:
     """Raise an error if a layer does not support the plan's dcp (decode context parallelism).
 
-    With dcp, ranks that have the same heads store different tokens. `replicas` is the number of
-    ranks that have the same heads of this layer.
+    With dcp, ranks that have the same heads store different tokens.
     """
     if group.kind in LOCAL_KINDS:
         raise _bad_plan(
             f"dcp {plan.dcp} with layer {layer} of kind {group.kind}, which needs dcp 1"
         )
-    if group.kind not in FIXED_KINDS and replicas < plan.dcp:
+    if group.kind in FIXED_KINDS:
+        return
+    replicas = spec.replicas(plan.tp)
+    if replicas < plan.dcp:
         got = f"dcp {plan.dcp}, but only {replicas} rank(s) hold the same heads of layer {layer}"
         raise _bad_plan(got)
 
