@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
@@ -162,10 +163,12 @@ class Affine:
 
 def _is_name(axis: object) -> bool:
     """Return whether `axis` is a valid axis name."""
-    if not isinstance(axis, str) or axis in _TAKEN:
-        return False
-    plain = axis.isascii() and axis.isidentifier()
-    return plain or re.fullmatch(_AXIS_NAME, axis) is not None
+    return isinstance(axis, str) and _is_valid(axis)
+
+
+@lru_cache(maxsize=1024)
+def _is_valid(name: str) -> bool:
+    return name not in _TAKEN and re.fullmatch(_AXIS_NAME, name) is not None
 
 
 def bad_axes(problem: str, got: object, hint: str) -> AtlasError:

@@ -65,7 +65,10 @@ def are_plain(numbers: Sequence[object], least: int) -> bool:
     >>> are_plain((4, 0), 0), are_plain((4, 0), 1), are_plain((4.0,), 1), are_plain((True,), 1)
     (True, False, False, False)
     """
-    return all(type(number) is int and least <= number <= INT64_MAX for number in numbers)
+    for number in numbers:
+        if type(number) is not int or not least <= number <= INT64_MAX:
+            return False
+    return True
 
 
 def _refusal(code: Code, what: str, is_wrong: str, got: object, hint: str) -> AtlasError:

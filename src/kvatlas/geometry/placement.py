@@ -36,7 +36,7 @@ from kvatlas.geometry.address_arrays import (
     strided,
 )
 from kvatlas.geometry.affine import Affine, bad_axes
-from kvatlas.geometry.integers import integer, natural, positive
+from kvatlas.geometry.integers import integer, natural, positive, set_fields
 from kvatlas.geometry.runs import coalesce, is_nested
 
 
@@ -123,7 +123,9 @@ class Placement(Affine):
         if start < 0 or start + length > self.sizes[place]:
             raise out_of_range(axis, self.sizes[place], f"{start}..{start + length - 1}")
         sizes = (*self.sizes[:place], length, *self.sizes[place + 1 :])
-        return replace(self, sizes=sizes, offset=self.offset + start * self.strides[place])
+        stride = self.strides[place] if length > 1 else 0
+        strides = (*self.strides[:place], stride, *self.strides[place + 1 :])
+        return self._part(self.axes, sizes, strides, start * self.strides[place])
 
     def select(self, axis: str, index: int) -> Placement:
         """Select one coordinate of `axis` and drop the axis.
@@ -335,13 +337,24 @@ class Placement(Affine):
 
     def _pick(self, places: Sequence[int], further: int = 0) -> Placement:
         """Return a placement with only the axes at indices `places`, shifted by `further` bytes."""
-        return Placement(
-            tuple(self.axes[place] for place in places),
-            tuple(self.sizes[place] for place in places),
-            tuple(self.strides[place] for place in places),
-            self.offset + further,
-            self.item,
+        return self._part(
+            tuple([self.axes[place] for place in places]),
+            tuple([self.sizes[place] for place in places]),
+            tuple([self.strides[place] for place in places]),
+            further,
         )
+
+    def _part(
+        self, axes: tuple[str, ...], sizes: tuple[int, ...], strides: tuple[int, ...], further: int
+    ) -> Placement:
+        """Return a placement of some of the coordinates, the first one `further` bytes on.
+
+        A part of a valid placement is valid, so it is not validated again.
+        """
+        part = object.__new__(Placement)
+        offset = self.offset + further
+        set_fields(part, axes=axes, sizes=sizes, strides=strides, offset=offset, item=self.item)
+        return part
 
 
 def _is_axis(pair: object) -> bool:
