@@ -50,11 +50,12 @@ def assert_arrives(
                 least = oracle.minimum(copy) if spell_out else joined(copy)
                 assert len(copy.destination) == least, "the fewest descriptors"
             found[source, rank] = sum(len(copy.destination) for copy in bound.copies)
-        right, arrived = oracle.expected(move, rank, poison)
-        for pool, also in _unused_named(named, arrived, right.unused).items():
-            arrived[pool] |= also
+        right, fields = oracle.expected(move, rank, poison)
+        arrived = dict(fields)
+        for pool, also in _unused_named(named, fields, right.unused).items():
+            arrived[pool] = fields[pool] | also
             right.pools[pool][also] = after.pools[pool][also]
-        _assert_read_from_unused(move, made, rank, arrived, right)
+        _assert_read_from_unused(move, made, rank, arrived, fields)
         right.unused = {}
         after.assert_equal(right, f"destination rank {rank}")
         assert_named_once(named, arrived, f"copies to rank {rank}")
@@ -87,10 +88,13 @@ def _unused_named(
 
 
 def _assert_read_from_unused(
-    move: Move, made: Route, rank: int, arrived: Mapping[int, NDArray[np.bool_]], right: Memory
+    move: Move,
+    made: Route,
+    rank: int,
+    arrived: Mapping[int, NDArray[np.bool_]],
+    fields: Mapping[int, NDArray[np.bool_]],
 ) -> None:
     """Bytes that are no fields at the destination come from such bytes at the source."""
-    fields = oracle.expected(move, rank, right)[1]
     if all(np.array_equal(arrived[pool], mask) for pool, mask in fields.items()):
         return
     for source in made.sources(rank):

@@ -184,15 +184,23 @@ class Elements:
         at = (self.address[:, None] + np.arange(self.item)).ravel()
         return at, values(self.layer, self.field, self.number, self.item).ravel()
 
-    def write(self, pool: NDArray[Any], marks: NDArray[Any] | None = None) -> None:
+    def write(self, pool: Bytes, marks: Bytes | None = None) -> None:
         """Write every element's bytes, or `marks`, to where the element lies."""
         if marks is None:
             marks = values(self.layer, self.field, self.number, self.item)
+        self._elements(pool)[self.address] = (
+            np.ascontiguousarray(marks).view(f"u{self.item}").ravel()
+        )
+
+    def mark(self, mask: NDArray[np.bool_]) -> None:
+        """Set the mask of every element's bytes."""
+        self._elements(mask)[self.address] = int.from_bytes(b"\1" * self.item)
+
+    def _elements(self, pool: NDArray[Any]) -> NDArray[Any]:
+        """One element for each byte that one can begin at."""
         assert int(self.address.min()) >= 0
-        # One element for each byte that one can begin at.
         shape = (pool.size - self.item + 1,)
-        elements: NDArray[Any] = np.ndarray(shape, f"u{self.item}", pool, strides=(1,))
-        elements[self.address] = np.ascontiguousarray(marks).view(f"u{self.item}").ravel()
+        return np.ndarray(shape, f"u{self.item}", pool, strides=(1,))
 
 
 def values(layer: str, field: str, numbers: Ints, item: int = 1) -> Bytes:
@@ -403,7 +411,7 @@ def expected(move: Move, rank: int, poison: Memory) -> tuple[Memory, dict[int, N
     arrived = {index: np.zeros(pool.size, dtype=bool) for index, pool in after.pools.items()}
     for elements in held(move, "destination", rank):
         elements.write(after.pools[elements.pool])
-        elements.write(arrived[elements.pool], np.ones((len(elements.number), elements.item), bool))
+        elements.mark(arrived[elements.pool])
     after.unused = unused(move, "destination", rank)
     return after, arrived
 
@@ -462,8 +470,7 @@ def own_blocks(move: Move, rank: int, side: Side = "destination") -> dict[int, N
         if region.stage == stage and len(blocks):
             also = moving_padding(move, layer)
             for elements in _fields(plan, layer, part, tp_rank, within, blocks, within, also=also):
-                at, _ = elements.bytes()
-                found[elements.pool][at] = True
+                elements.mark(found[elements.pool])
     return found
 
 
