@@ -11,6 +11,7 @@ from kvatlas.geometry.byte_sizes import size
 from kvatlas.models import Model, Weights, catalogue, find_gpu
 from kvatlas.planning import plan
 from tests.cli.helpers import kvatlas, process, said, shown
+from tests.profiles import DEEP
 
 SIX = (
     "Llama-3.1-70B", "gpt-oss-120b", "DeepSeek-V3.2", "Qwen3.5-397B-A17B", "Qwen3-8B",
@@ -42,7 +43,7 @@ def test_which_models_fit_and_for_how_many_users() -> None:
 
 
 def test_any_model_of_the_catalogue_can_be_asked() -> None:
-    for name in list(catalogue())[::4]:
+    for name in list(catalogue())[:: 1 if DEEP else 12]:
         (fit,) = said("fit", name, "--gpu", "8xMI355X")["fits"]
         assert fit["users_decoding"] > 0 or fit["refused"], name
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import cache
 
 import msgspec
 import pytest
@@ -23,17 +24,23 @@ def runs_in_vllm(name: str, tp: int, dcp: int) -> bool:
     return True
 
 
+@cache
+def loaded(name: str) -> tuple[Model, Weights]:
+    return Model.load(name), Weights.load(name)
+
+
 def planned_users(
     name: str, gpus: Gpus, sizes: dict[str, int], max_len: str
 ) -> tuple[int, int] | None:
     """Users of `plan()` with the memory that weights leave: decoding and prefilling, or None."""
     tp, pp, dp, dcp, ep = (sizes[size] for size in ("tp", "pp", "dp", "dcp", "ep"))
     try:
-        shares = stage_layers(Model.load(name).depth, pp)
-        held = Weights.load(name).per_rank(tp=tp, ep=ep, stage_layers=shares)
+        model, weights = loaded(name)
+        shares = stage_layers(model.depth, pp)
+        held = weights.per_rank(tp=tp, ep=ep, stage_layers=shares)
         memory = memory_for_cache(gpus.gpu, held)
         made = plan(
-            name, memory=memory, tp=tp, pp=pp, dcp=dcp, max_len=max_len, chip=CHIPS[gpus.gpu.name]
+            model, memory=memory, tp=tp, pp=pp, dcp=dcp, max_len=max_len, chip=CHIPS[gpus.gpu.name]
         )
     except AtlasError:
         return None
