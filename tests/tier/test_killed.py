@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TRIALS = 400 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 20
+TRIALS = 400 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 12
 
 
 def test_every_block_is_whole_or_absent_after_kill_9(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from examples import tier_file, tier_rows
 from examples.tier_rows import Rows
 
+from kvatlas.geometry import Placement
 from kvatlas.models import CacheIdentity, Model
 from kvatlas.planning import Plan
 from kvatlas.tier import FolderStore, StoreTier, Tier
@@ -42,13 +44,18 @@ def planned(model: Model, **options: Any) -> Plan:
     return small(model, **{"memory": memory, **options})
 
 
+@lru_cache
+def view_of(made: Plan, layer: str, field: str) -> Placement:
+    return made.view(layer, field)
+
+
 def content(made: Plan, pools: Any, tables: Any, layer: str, where: tuple[Any, ...]) -> bytes:
     """The bytes of one field, of one head of a state, that a cache of one rank holds."""
     name, head, state, recurrent = where
     region, _ = made.region_of(layer)
     pool = pools[made.groups[region.group].pool]
     page, table = made.page(layer), tables[region.group]
-    view = made.view(layer, name)
+    view = view_of(made, layer, name)
     chosen: dict[str, int] = {"B": table[-1]}
     if not recurrent:
         block, inner = divmod(state, made.spec(layer).states(region.block))
