@@ -201,9 +201,12 @@ $(OVERLAYS)/%/.installed: $(STAMP)
 # The lowest Triton that is admitted compiles the kernels for a chip: its Gluon is narrower.
 $(OVERLAYS)/lowest-triton/.installed: NEEDS = --no-deps "$$($(BIN)/python tools/lowest.py | grep ^triton==)"
 
-test-lowest-triton: $(OVERLAYS)/lowest-triton/.installed  ## Kernels compile with the lowest Triton that is admitted
+COMPILED := tests/kernels/triton/test_compiled.py
+
+test-lowest-triton: $(OVERLAYS)/lowest-triton/.installed  ## Kernels compile with the lowest Triton that is admitted, and with that of .venv
 	$(call overlay,lowest-triton) -c 'import triton; print("Triton", triton.__version__)'
-	HYPOTHESIS_PROFILE=deep $(call overlay,lowest-triton) -m pytest -p no:xdist $(or $(TESTS),tests/kernels/triton/test_compiled.py)
+	HYPOTHESIS_PROFILE=deep $(call overlay,lowest-triton) -m pytest -p no:xdist $(or $(TESTS),$(COMPILED))
+	HYPOTHESIS_PROFILE=deep $(PY) -m pytest -p no:xdist $(or $(TESTS),$(COMPILED))
 
 # kvcache-simulator simulates hit rates too: both must agree. KVATLAS_FACTS names a folder with whole
 # traces, without it a small one is used; -s prints which one it was, and every figure.

@@ -18,6 +18,14 @@ triton = pytest.importorskip("triton")
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 pytestmark = pytest.mark.skipif(not TOOL.exists(), reason="this Triton has no disassembler")
 
+FEW = """
+import json
+from benchmarks.gpu import sass
+with sass.elsewhere("decode") as compiled:
+    sass.decode("int8_per_token_head")
+    sass.runs("")
+print(json.dumps([sass.SHARED, [kernel._asdict() for kernel in compiled]]))
+"""
 MANY = """
 import json
 from benchmarks.gpu import sass
@@ -55,22 +63,19 @@ def compiled_by(code: str) -> list[dict[str, Any]]:
 
 
 def test_kernels_compile_for_a_chip_that_is_not_here() -> None:
-    """Nothing is spilled, all fits, and decode's next tiles are on their way meanwhile."""
-    by_name = {kernel["name"]: kernel for kernel in compiled_by(MANY)}
-    assert set(by_name) == {
-        "count_tiles",
-        "decode",
-        "merge",
-        "prefill_hopper",
-        "write_rows",
-        "copy_rows",
-        "copy_run_grid",
-        "convert_rows",
-    }
-    prefill = by_name.pop("prefill_hopper")
-    assert prefill["loop"]["HGMMA"] > 0
-    # Groups of warps share out the registers; some do not fit, at a last tile most of all.
-    assert prefill["spilled"] <= 272
+    """Nothing is spilled, all fits, and decode's next tiles are on their way meanwhile.
+
+    `make test-lowest-triton` compiles all kernels, with the lowest Triton and that of `make test`.
+    """
+    by_name = {kernel["name"]: kernel for kernel in compiled_by(MANY if DEEP else FEW)}
+    others = {"prefill_hopper", "write_rows", "copy_rows", "convert_rows"}
+    few = {"count_tiles", "decode", "merge", "copy_run_grid"}
+    assert set(by_name) == (few | others if DEEP else few)
+    if DEEP:
+        prefill = by_name.pop("prefill_hopper")
+        assert prefill["loop"]["HGMMA"] > 0
+        # Groups of warps share out the registers; some do not fit, at a last tile most of all.
+        assert prefill["spilled"] <= 272
     assert not any(kernel["spilled"] for kernel in by_name.values())
     loop = by_name["decode"]["loop"]
     assert loop["LDGSTS"] > loop.get("LDG", 0)
