@@ -30,7 +30,7 @@ from tests.routing.cases import tables
 from tests.routing.fields_apart import apart
 from tests.routing.oracle import Move
 
-SAMPLE = 120
+SAMPLE = 80
 ASKED: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in FAMILIES),
     *((name, {"policy": "vllm"}) for name in ("sliding", "mamba hybrid", "compressed")),

@@ -85,7 +85,7 @@ def made_blocks(made: Plan) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@settings(max_examples=3_000 if DEEP else 60, deadline=None)
+@settings(max_examples=3_000 if DEEP else 30, deadline=None)
 @given(seed=st.integers(0, 1 << 32))
 def test_the_replay_finds_what_the_pool_finds(model: str, seed: int) -> None:
     dice = Random(seed)  # noqa: S311
