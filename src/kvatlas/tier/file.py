@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from kvatlas.copying.checksum import crc32
@@ -297,10 +298,8 @@ def _parts(copy: Copy) -> Iterator[Copy]:
     else:
         source, destination = copy.starts.ends
         for some in _cuts(len(source), copy.nbytes):
-            yield replace(
-                copy,
-                starts=replace(copy.starts, source=source[some], destination=destination[some]),
-            )
+            ends = {"source": source[some], "destination": destination[some]}
+            yield replace(copy, starts=msgspec.structs.replace(copy.starts, **ends))
 
 
 def _cuts(count: int, nbytes: int) -> Iterator[slice]:
