@@ -176,13 +176,13 @@ class BlockLedger:
                 raise self._in_use(pool, ids[taken])
 
     def _existing(self, pool: int, ids: Int64s) -> Int64s:
-        """Return the `ids` that are in the pool's range. The route reports the others later."""
+        """Return the `ids` that are in the pool's range. The route reports all other ids later."""
         if len(ids) and (ids.min() < 0 or ids.max() >= len(self._state[pool])):
             return ids[(ids >= 0) & (ids < len(self._state[pool]))]
         return ids
 
     def _in_use(self, pool: int, ids: Int64s) -> AtlasError:
-        """Return the error for blocks in use, which names the oldest claim on one of them."""
+        """Return the error for blocks in use. It names the oldest claim on one of them."""
         none = np.zeros(0, np.int64)
         for owner in self._claims.values():
             same = ids[np.isin(ids, owner.blocks.get(pool, none))]

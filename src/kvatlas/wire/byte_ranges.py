@@ -76,8 +76,9 @@ class ByteRanges(NamedTuple):
 def source_ranges(stream: AnyStream) -> dict[int, ByteRanges]:
     """Return the byte ranges that a transfer reads from the source's pools, by pool index.
 
-    The result is empty for a transfer that converts the format. Over transports that check ranges,
-    the source then gathers the bytes into staging buffers, so the peer does not read pools.
+    The result is empty for a transfer that converts the format. The source gathers the bytes of
+    such a transfer into staging buffers if the transport checks ranges. The peer then reads no
+    pools.
     """
     found: defaultdict[int, list[ByteRanges]] = defaultdict(list)
     if isinstance(stream, Stream):
@@ -92,9 +93,10 @@ def _joined(several: list[ByteRanges]) -> ByteRanges:
 
 
 def _grid_ranges(grid: Copy, stream: Stream, index: int) -> list[ByteRanges]:
-    """Return the source ranges of grid `index` of a stream, one entry per distinct run length.
+    """Return the byte ranges that `grid` reads at the source, one entry per distinct run length.
 
-    If there are very many ranges, ranges in one block are joined across small gaps.
+    `index` is the index of the grid in the stream. If there are very many ranges, ranges in one
+    block are joined across small gaps.
     """
     found = []
     for length in np.unique(grid.length).tolist():
@@ -114,7 +116,8 @@ def _grid_ranges(grid: Copy, stream: Stream, index: int) -> list[ByteRanges]:
 def _block_ranges(starts: Starts, length: int) -> ByteRanges:
     """Return the source ranges of one block, with adjacent ranges joined.
 
-    The result is cached, because all requests between two plans share their `Starts`.
+    The result is cached unless there are many starts, because all requests between the same two
+    plans have the same `Starts`.
     """
     make = _kept_ranges if len(starts.source) <= _KEPT_STARTS else _kept_ranges.__wrapped__
     return make(starts, length)

@@ -139,7 +139,7 @@ class Channels:
                 self._drop_ended(pool)
 
     def close(self) -> None:
-        """Close idle connections now, and all others after the answer that they wait for.
+        """Close idle connections now, and each busy connection once its answer has arrived.
 
         A call in a forked child has no effect.
         """

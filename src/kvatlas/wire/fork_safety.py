@@ -63,7 +63,7 @@ def keep_in_children(made: T) -> T:
 
 
 class OwningProcess:
-    """Records the process that made an object, which a forked child must not use.
+    """Records the process that made an object. A forked child must not use the object.
 
     >>> process = OwningProcess("node")
     >>> process.check()

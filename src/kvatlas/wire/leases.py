@@ -175,7 +175,7 @@ class Lease:
         return source_ranges(self.stream)
 
     def _readable(self, region: int) -> ByteRanges | None:
-        """Return the byte ranges of a memory region that the peer may read; None if it may not."""
+        """Return the byte ranges that the peer may read in a region; None if it may read none."""
         if region != STAGING:
             return self._stream_ranges.get(region)
         if self.reclaimed:
@@ -272,7 +272,7 @@ class Leases:
     def _count(self, lease: Lease, step: int) -> None:
         """Add a lease to the counts (`step` 1) or remove it (-1).
 
-        There is one count for all leases, one for its peer and one for its host.
+        There is one count for all leases, one for each peer and one for each host.
         """
         scopes: tuple[PeerKey | str | None, ...] = (None, lease.peer, lease.peer[0])
         for whose in scopes:

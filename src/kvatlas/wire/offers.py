@@ -25,7 +25,7 @@ Destination = tuple[bytes, int]
 
 
 class WrittenLayers:
-    """The layers of an offer that are written, each with the GPU event after its kernels."""
+    """The written layers of an offer, each with the GPU event that follows its kernels."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = frozenset(names)
@@ -92,10 +92,11 @@ class Offer:
     """When the offer ends at the latest, whatever its readers ask."""
 
     def keep(self, seconds: float) -> float:
-        """Keep the offer for `seconds`, at most its initial time. Return the seconds left.
+        """Keep the offer for `seconds` from now. Return the seconds left.
 
-        This is called for a reader that makes progress. While layers are missing, no reader can
-        make progress, so the time is not extended. Call this under the node's lock.
+        One call extends the offer by at most the timeout with which it was made. This is called for
+        a reader that makes progress. While layers are missing, no reader can make progress, so the
+        time is not extended. Call this under the node's lock.
         """
         now = time.monotonic()
         waiting = self.layers is not None and not self.layers.complete
@@ -164,9 +165,10 @@ class Offer:
         raise AtlasError(Code.BAD_TOKENS, problem, got=(start, stop), hint=hint)
 
     def _overwritten(self, stop: int, plan: Plan) -> str:
-        """Return the name of a layer whose ring lacks rows that are needed after `stop` tokens.
+        """Return the name of a layer that lacks rows which are needed after `stop` tokens.
 
-        Return an empty string if there is none. A ring has the rows of the last offered tokens.
+        Only a layer with a ring can lack rows: a ring keeps the rows of the last offered tokens,
+        and overwrites older rows. Return an empty string if no layer lacks rows.
         """
         for name, ring in plan.rings.items():
             if int(ring.visibility.first(stop)) < min(stop, self.stop - ring.rows):

@@ -76,7 +76,7 @@ class Caller:
 
 
 class Server(threading.Thread):
-    """Answers questions until it is closed. Questions on different connections run in parallel.
+    """Answers questions until it is closed, in parallel for different connections.
 
     `answer` is called with a question of the type `questions` and its caller. `closed` is called
     with a caller that disconnected, and `idle` at regular intervals.

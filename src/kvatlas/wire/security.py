@@ -301,7 +301,7 @@ def _peer_identities(
 
 
 def _check_contexts(tls: TlsContexts, secret: Secret) -> None:
-    """Raise an error for TLS contexts without verification, or together with a secret."""
+    """Raise an error if a TLS context does not verify peers, or if there is also a secret."""
     if not isinstance(tls, TlsContexts):
         problem, hint = "tls= must be a TlsContexts object", "Pass TlsContexts(server, client)"
         raise _bad_secret(problem, f"a {type(tls).__name__}", hint)

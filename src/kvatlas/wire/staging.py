@@ -30,7 +30,11 @@ def staging_memory(transport: Transport, device: str, nbytes: int) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Loan:
-    """Staging buffers that are lent to one lease: indices of `piece`-byte slices of `memory`."""
+    """Staging buffers that are lent to one lease.
+
+    A buffer is a slice of `memory` with `piece` bytes. `buffers` contains the indices of the
+    slices.
+    """
 
     memory: Any
     piece: int

@@ -143,7 +143,7 @@ class ExpectedRequests:
     def add(self, request: str, **about: Any) -> Expected:
         """Expect a request, and claim its blocks. Raise `blocks_in_use` if other claims conflict.
 
-        `about` are the fields of the new `Expected`.
+        `about` contains the other fields of the new `Expected`.
         """
         ledger = self._node.ledger
         with self._lock:

@@ -71,7 +71,7 @@ class LaunchedPull:
         """Wait for the read, and check that the source held its blocks.
 
         Raises an error if the read failed. Returns False if the read is over but its bytes are
-        invalid, because it used an offer that is not `StartedRead.sound`.
+        invalid, because `StartedRead.sound` is false.
         """
         read, nbytes = self.read, self.read.prepared.shape.arriving
         try:
@@ -109,7 +109,7 @@ class LaunchedPull:
     def ends_within(self, transfer: Transfer, timeout: float) -> bool:
         """Poll for at most `timeout` seconds. Return whether `finish` would now end at once.
 
-        The result is False if the offer is not `StartedRead.sound`: the request is then read again.
+        The result is False if `StartedRead.sound` is false: the request is then read again.
         """
         try:
             return self.read.sound and self.is_soon_over(transfer, timeout)
@@ -173,7 +173,7 @@ class LaunchedPull:
 def _let_others_run() -> None:
     """Release the interpreter lock for a moment with `select`, without yielding the processor.
 
-    Other calls take too long: `time.sleep(0)` takes about 60 us, a tenth of the time of a read of
-    1 GB, and `os.sched_yield` takes as long as other threads keep the processor.
+    Other calls take too long: `time.sleep(0)` takes about 60 us, a tenth of the time that a 1 GB
+    read takes, and `os.sched_yield` takes as long as other threads keep the processor.
     """
     select((), (), (), 0)

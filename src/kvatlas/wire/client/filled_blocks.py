@@ -1,7 +1,7 @@
 """Find and claim the blocks that a pull fills.
 
-The indices of the block table entries that a pull fills are cached by the shape of the request: its
-tokens, and the lengths of its block tables.
+The module caches which entries of the block tables a pull fills. Requests with the same tokens and
+the same lengths of block tables share a cached result.
 """
 
 from __future__ import annotations

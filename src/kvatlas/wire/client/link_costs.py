@@ -46,7 +46,9 @@ If no buffers become free, a direct transfer can then still meet the deadline.
 def choose_way(reads: RankReads, stream: AnyStream) -> Way:
     """Return how to move a stream: `direct`, `coalesced` or `staged`.
 
-    The result is the `how` that the caller requested or, for `auto`, the cheapest by measured cost.
+    If the caller requested one of these ways with `how`, the result is that way, except that a
+    direct pull may become `coalesced` (see `must_coalesce`). For `auto`, the result is the possible
+    way with the lowest measured cost.
     """
     lease, wanted = reads.lease, reads.lease.wanted
     if isinstance(stream, ConvertedStream):
@@ -81,9 +83,10 @@ def choose_way(reads: RankReads, stream: AnyStream) -> Way:
 def must_coalesce(lease: RankLease) -> bool:
     """Whether a direct pull must read into staging buffers of this node instead of its blocks.
 
-    The result is true if the link cannot end a stalled read, and another process (another replica,
-    or another source of a push) may fill the same blocks after the stall: the stalled read could
-    overwrite the new bytes. The result is false if this node has no staging buffers in host memory.
+    The result is true if the link cannot end a stalled read, and another process may fill the same
+    blocks after the stall: another replica, or another source of a push. The stalled read could
+    then overwrite the new bytes. The result is false if this node cannot scatter from staging
+    buffers.
     """
     link = lease.connection.link
     stalls = not link.prompt and not link.severs
@@ -97,8 +100,8 @@ def must_coalesce(lease: RankLease) -> bool:
 def converts_on_the_way(lease: RankLease, stream: ConvertedStream) -> bool:
     """Whether the GPU copy kernel can cast the elements while it copies them between the pools.
 
-    False if checksums are requested, because checksums are computed from intermediate bytes, which
-    such a copy does not produce.
+    False if checksums are requested. They are computed from bytes in a staging buffer, and such a
+    copy uses no staging buffer.
     """
     wanted, link = lease.wanted, lease.connection.link
     if not link.adds or wanted.checksums or wanted.how not in ("auto", "direct"):
@@ -157,7 +160,7 @@ def _with_buffers(reads: RankReads, stream: Stream, way: Way, costs: Costs) -> W
 
 
 def _may_stage(lease: RankLease) -> bool:
-    """Whether the peer has staging buffers to lend; true if that is not known before a lease."""
+    """Whether the peer may have staging buffers to lend. Without a lease, the result is true."""
     return lease.seen is not None or lease.opened.piece > 0
 
 
@@ -187,7 +190,7 @@ def _can_coalesce(lease: RankLease) -> bool:
 
 
 def _measured(reads: RankReads, length: int) -> Costs | None:
-    """Return the measured costs of runs of a length; None if they cannot be measured now."""
+    """Return measured costs for runs of `length` bytes; None if they cannot be measured now."""
     connection = reads.lease.connection
     wait = min(_LONGEST_MEASUREMENT, max(0.0, reads.lease.deadline - time.monotonic()) / 2)
     if not connection.measuring.acquire(timeout=wait):
@@ -213,7 +216,11 @@ def _borrows_to_measure(reads: RankReads) -> bool:
 
 
 class _Rehearsal:
-    """Test copies from a staging buffer of the peer to one of this node, and to scratch memory."""
+    """Test copies for a measurement of a link.
+
+    A read copies from a staging buffer of the peer to a staging buffer of this node. A scatter
+    copies from this node's staging buffer to scratch memory.
+    """
 
     def __init__(self, reads: RankReads) -> None:
         self._reads = reads

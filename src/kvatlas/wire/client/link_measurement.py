@@ -5,9 +5,9 @@ the result:
 
 - The costs of runs are the difference between two reads of the same number of bytes: one reads many
   runs, and the other a single run. An error in the measured bandwidth thus cancels out.
-- If the CPU times of the calling thread differ more than the wall times, the difference of the CPU
-  times is used, because it hardly depends on the load of the machine.
-- The number of runs grows until they take most of the time of a read, or a limit is reached.
+- The two reads are compared by wall time and by CPU time of the calling thread, and the larger
+  difference is used. The CPU time hardly depends on the load of the machine.
+- The number of runs grows until they take most of a read's time, or a limit is reached.
 - Each time is the shortest of several measurements. The functions are timed in turn.
 """
 
@@ -30,7 +30,11 @@ _OUTWEIGHS = 3
 
 
 class Rehearsal(Protocol):
-    """Test copies from a staging buffer of the peer to one of this node, and to scratch memory."""
+    """Test copies for a measurement of a link.
+
+    A read copies from a staging buffer of the peer to a staging buffer of this node. A scatter
+    copies from this node's staging buffer to scratch memory.
+    """
 
     piece: int
     """Size in bytes of a staging buffer."""

@@ -165,7 +165,8 @@ class PreparedShapes:
     ) -> PreparedShape | None:
         """Check the block tables of a new shape, prepare its read, and return the prepared shape.
 
-        Returns None if the shape has no bytes or too many spans, or the link prepares nothing.
+        Returns None if the request has no bytes, if it has too many blocks or spans (see `Copy`),
+        or if the link cannot prepare the read.
         """
         if max(map(len, theirs.values()), default=0) > _MOST_SPANS:
             return None

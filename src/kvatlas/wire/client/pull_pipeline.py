@@ -74,7 +74,7 @@ class _Plan(NamedTuple):
 class PullPipeline:
     """Moves the bytes of one transfer, after the source's GPU event `after_event` completes.
 
-    `arrived` is called for each piece of a converted stream that the source has gathered.
+    For a converted stream, `arrived` is called for each piece that the source has gathered.
     """
 
     def __init__(
@@ -283,5 +283,5 @@ def piece_bytes(stream: Stream) -> int:
 
 
 def _same(value: T, _: int) -> T:
-    """Return `value`, for pieces whose callbacks return the same value for every worker."""
+    """Return `value`. A callback of pieces that are the same for every worker."""
     return value

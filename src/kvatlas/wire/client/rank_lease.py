@@ -352,8 +352,9 @@ class RankLease:
 def reclaimed_if_lost() -> Iterator[None]:
     """A context that turns `peer_lost` into `buffers_reclaimed`, so that the transfer starts over.
 
-    Use this for reads of staging memory that the peer has allocated for this node only, which the
-    peer frees when it reclaims the buffers. If the peer has exited, the second attempt fails.
+    Use this for reads of staging memory that the peer has allocated for this node only. The peer
+    frees this memory when it reclaims the buffers. If the peer has exited, the second attempt
+    fails.
     """
     try:
         yield

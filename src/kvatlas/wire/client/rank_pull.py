@@ -152,7 +152,11 @@ class RankPull:
     # -- checksums --------------------------------------------------------------------------
 
     def _note_converted(self, start: int, stop: int, piece: Any) -> None:
-        """If checksums are requested, store that of a piece in the format in which it was sent."""
+        """If checksums are requested, store the checksum of a received piece.
+
+        The piece contains bytes start .. stop - 1 of the stream, in the format in which the source
+        has sent them.
+        """
         if self.wanted.checksums:
             self._received[start, stop] = piece_sum(piece, self.lease.mac_key)
 

@@ -59,9 +59,9 @@ class Transfer:
     """A request in flight over several ranks.
 
     A transfer is ready when every rank has delivered its bytes. The transfer fails when one rank
-    fails or the deadline of the transfer passes, even while ranks wait for something. Its blocks
-    may be reused once it is `released`. A failed transfer is released only when the transport is
-    known to have stopped using its blocks.
+    fails, or when the deadline passes, even if ranks are still waiting for a peer. The blocks of a
+    transfer may be reused once it is `released`. A failed transfer is released only when the
+    transport is known to have stopped using its blocks.
 
     >>> transfer = Transfer("request 17", ranks=(0, 1), total=8192, timeout=30)
     >>> transfer.add(0, 4096)

@@ -19,10 +19,10 @@ read. Three rules ensure that it never mistakes another lease's bytes for its ow
    answered with success. The node refuses `Close` for a lease that was reclaimed after a `Gather`.
 
 If `Close` succeeds, the lease was not reclaimed before `Close` (3), so no other lease had the
-buffers until then (2), and each piece that was read is the one that the node had gathered for this
-lease (1). The reader opens a new lease after a refusal and starts over. A lease that was reclaimed
-before its first `Gather` has read no bytes from its buffers, so it may still read the pools and
-succeed.
+buffers until then (2). Each piece that was read is therefore the one that the node had gathered for
+this lease (1). The reader opens a new lease after a refusal and starts over. A lease that was
+reclaimed before its first `Gather` has read no bytes from its buffers, so it may still read the
+pools and succeed.
 """
 
 from __future__ import annotations

@@ -38,10 +38,10 @@ def pools_for(plan: Plan, rank: int, transport: Transport) -> dict[int, Bytes]:
 class Node(OfferingNode):
     """One rank of a plan, served to peers.
 
-    `memory` is the rank's pools, which the node keeps alive: a `Cache`, or tensors, arrays or
-    `Memory` by index. On a GPU, offers, expectations and pulls are ordered after the kernels
-    already queued on the calling thread's current stream. `listen` is the endpoint that peers
-    connect to.
+    `memory` contains the rank's pools, which the node keeps alive. It is a `Cache`, or maps pool
+    indices to tensors, arrays or `Memory`. On a GPU, offers, expectations and pulls are ordered
+    after the kernels already queued on the calling thread's current stream. `listen` is the
+    endpoint that peers connect to.
 
     With a `secret` of 16 bytes or more, only peers with the same secret can connect, and the side
     channel is encrypted. Pass `(new, old)` to accept both during a rotation, or `tls` to use TLS
@@ -119,9 +119,10 @@ class Node(OfferingNode):
         """Let the ranks of a source plan push a request into these blocks.
 
         `pushers` names the nodes that may push. When one of them announces its part, this node
-        connects to it and pulls the part. `ready` is set once every source rank's part has arrived.
-        If a second process pushes the same rank's part before that part has arrived, the first push
-        is ended. The blocks are in use until the request is ready or forgotten.
+        connects to it and pulls the part. The event `ready` of the result is set once every source
+        rank's part has arrived. If a second process pushes the same rank's part before that part
+        has arrived, the first push is ended. The blocks are in use until the request is ready or
+        forgotten.
         """
         self.process.check()
         tables, start, stop = self.checked_tables(blocks, tokens, "destination")

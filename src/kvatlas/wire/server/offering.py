@@ -61,19 +61,19 @@ class OfferingNode(NodeState):
         """Let peers read a request's blocks, which must not change until they are released.
 
         The offer expires after `timeout` seconds in which no reader connects or makes progress.
-        Readers can keep it for at most an hour. `readers` names the nodes that may read the offer;
-        None allows any node. `released` is called once, with the request and a reason, when the
-        offer ends: for example, when all ranks that read from this rank have finished. Only then
-        may the blocks be reused. With `recompute`, the offer also includes the sliding windows of
-        the last `recompute` tokens, for peers that compute these tokens again. Block table entries
-        that no offered token needs may have any value.
+        Readers can keep the offer from expiring for at most an hour. `readers` names the nodes that
+        may read the offer; None allows any node. `released` is called once, with the request and a
+        reason, when the offer ends: for example, when all ranks that read from this rank have
+        finished. Only then may the blocks be reused. With `recompute`, the offer also includes the
+        sliding windows of the last `recompute` tokens, for peers that compute these tokens again.
+        Block table entries that no offered token needs may have any value.
 
         A `layered` offer may be made before its content is written: the node calls `layer_written`
         for each layer, and a `streamed` pull reads each layer as it becomes available. `identity`
         overrides the node's identity for this request, for example if it uses an adapter or a salt.
 
-        Several offers may share blocks. Raises `blocks_in_use` if a pull fills one of the blocks or
-        a push is expected in it.
+        Several offers may share blocks. Raises `blocks_in_use` if a pull fills one of the blocks,
+        or an expected push will fill it.
         """
         self.process.check()
         held = self.checked_tables(blocks, tokens, "source", recompute=recompute)

@@ -61,7 +61,7 @@ class OnePeerMemory:
     ) -> OnePeerMemory:
         """Publish a region with the transport `alone`, which has no other region.
 
-        `view` is the memory of the region as an array or tensor. The `end` of the result calls
+        `view` is the region's memory as an array or tensor. The function `end` of the result calls
         `wipe`, which must free the memory.
         """
         alone.register({STAGING: region})

@@ -1,10 +1,11 @@
 """CUDA IPC between processes of one host: map a peer's GPU memory and copy it with a kernel.
 
-Each end publishes handles of the allocations that contain its pools (a framework's allocator may
-have put other data there), the pools' offsets in these allocations, and handles of events. A peer
-maps each allocation once. A transfer is then one kernel launch for each set of runs in the route,
-usually a single launch. The kernel reads in the layout of the peer's pages and writes in the layout
-of this end's pages: nothing is staged, and nothing passes through the host.
+Each end publishes handles of the allocations that contain its pools, the pools' offsets in these
+allocations, and handles of events. The offsets are needed because a framework's allocator may have
+put other data into the same allocations. A peer maps each allocation once. A transfer is then one
+kernel launch for each set of runs in the route, usually a single launch. The kernel reads in the
+layout of the peer's pages and writes in the layout of this end's pages: nothing is staged, and
+nothing passes through the host.
 
 The copy runs after the kernels that filled the peer's blocks: it is launched once the event that
 the peer recorded with its offer has completed. As with every transport, the lease confirms

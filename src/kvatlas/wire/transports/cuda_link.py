@@ -171,7 +171,8 @@ class CudaLink(Link):
     def prepare(self, shape: RequestShape) -> PreparedRead | None:
         """Prepare reads for requests that differ only in block ids.
 
-        Return None if a block of the shape is outside its pool, or the link prepares nothing.
+        Return None if a run could leave its pool, if the GPU does not support a cast, or if this
+        link has no fast path.
         """
         self.check()
         regions, ends = (self.peer_memory, self.own_memory), (shape.source, shape.destination)
@@ -211,8 +212,8 @@ class CudaLink(Link):
     ) -> tuple[Posted, Callable[[], None]]:
         """Launch runs between pools. Return (posted work, function to call after its end).
 
-        `pools` are (source pool, target pool) of each item of `runs`, whose offsets are relative
-        to these pools. The peer is the source.
+        `pools` contains (source pool, destination pool) for each item of `runs`. The offsets of the
+        runs are relative to these pools. The peer is the source.
         """
         mapped: list[MappedAllocation] = []
         unused = partial(self._end.opened.release, mapped)

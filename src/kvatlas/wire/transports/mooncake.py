@@ -341,7 +341,10 @@ class MooncakeHandle(Handle):
             self.outcome.exception(max(seconds, _SHORTEST_PAUSE))
 
     def begin(self) -> bool:
-        """Record that a call begins. Return False if the handle was released: then make no call."""
+        """Record that a call begins. Return False if the handle was released.
+
+        If the result is False, the caller must not make the call.
+        """
         with self._lock:
             self.begun = self.begun or not self._given_up
             return not self._given_up

@@ -208,7 +208,7 @@ class SeenOffer:
 
 
 class PeerBoard:
-    """The board of a peer, whose content is untrusted."""
+    """The board of a peer. Its content is not trusted."""
 
     def __init__(self, memory: mmap.mmap, process: WatchedProcess | None) -> None:
         """Read the board in `memory`. `process` is its owner; None for a board of this process."""
@@ -243,7 +243,10 @@ class PeerBoard:
         return next(self._glimpses(request), None)
 
     def _glimpses(self, request: str) -> Iterator[SeenOffer]:
-        """Yield the offer of each slot that contains the digest of the request's name."""
+        """Yield the offers of a request.
+
+        Only slots that contain the digest of the request's name are decoded.
+        """
         name = _NAME.pack(_digest(request.encode()))
         at = self._memory.find(name, 0, _SLOTS * _ROW.size)
         while at >= 0:
@@ -303,7 +306,8 @@ def open_board(place: BoardPlace) -> PeerBoard | None:
 def _take_all_down(rows: NDArray[np.int64], process: int) -> None:
     """Take all offers down by making every generation even.
 
-    Forked children must not change the board: no effect unless `process` is this process's pid.
+    Forked children must not change the board. The call therefore has no effect unless `process` is
+    this process's pid.
     """
     if os.getpid() == process:
         rows[:, 0] += rows[:, 0] % 2

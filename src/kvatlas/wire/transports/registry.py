@@ -37,8 +37,8 @@ reach the most peers."""
 def make_transport(name: str, /, **options: Any) -> Transport:
     """Return a new transport by name, with the options of its class.
 
-    `name` is one of `TRANSPORT_NAMES`, or the name of an entry point in the group
-    `kvatlas.transports` of an installed package.
+    `name` is one of `TRANSPORT_NAMES`, or the name of an entry point that an installed package has
+    in the group `kvatlas.transports`.
 
     >>> make_transport("memory").name
     'memory'

@@ -1,9 +1,9 @@
 """Shared memory segments, which cannot shrink and are freed when no process uses them.
 
-A segment is a sealed memfd: an anonymous file whose pages are all allocated at its creation and
-whose size can never change, whichever process has its descriptor. So no peer can make an access to
-the segment fail, and nothing needs to be cleaned up if the owner is killed. Peers receive the
-descriptors through a socket (`shm_sockets`).
+A segment is a sealed memfd, which is an anonymous file. All of its pages are allocated when it is
+created. Its size can never change, whichever process has its descriptor. So no peer can make an
+access to the segment fail, and nothing needs to be cleaned up if the owner is killed. Peers receive
+the descriptors through a socket (`shm_sockets`).
 """
 
 from __future__ import annotations

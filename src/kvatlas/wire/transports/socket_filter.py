@@ -1,4 +1,4 @@
-"""Restrict a library's listening sockets, which it binds to all interfaces, to one address.
+"""Restrict listening sockets to some addresses, if a library binds them to all interfaces.
 
 The kernel can attach a packet filter to a listening socket, so that packets to other addresses do
 not open a connection. A library's sockets are descriptors of this process like any other, so this

@@ -43,9 +43,9 @@ def is_address(address: bytes) -> bool:
 def is_key(key: bytes, memory: set[int]) -> bool:
     """Whether a remote key can be parsed exactly to its end.
 
-    The key consists of a bitmap of memory domains, a memory kind, and the key of each domain. The
-    device may follow, with its distances to other devices (three bytes each), and for a GPU a
-    terminator. `memory` lists the allowed UCX memory kinds.
+    The key consists of a bitmap of memory domains, a memory kind, and one key for each domain. The
+    device may follow, with its distances to other devices (three bytes each). For a GPU, a
+    terminator follows the distances. `memory` lists the allowed UCX memory kinds.
 
     >>> is_key(bytes.fromhex("0100000000000000" "00" "00" "ff"), {0})
     True
