@@ -36,7 +36,7 @@ def store_hits(
         places = np.arange(len(mine)) if head_first else np.arange(len(mine))[::-1]
         for chosen in places[:, None] if head_first else [places]:
             some = mine[chosen]
-            used += np.count_nonzero(~there[some])
+            used += int(np.count_nonzero(~there[some]))
             there[some] = True
             next_use = None if later is None else later[spans.starts[request] + chosen]
             worth = None

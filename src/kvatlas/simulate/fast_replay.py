@@ -328,9 +328,9 @@ class FastReplay(PoolReplay):
     def _queue(self, ranges: Released, queued: list[list[Ints]]) -> None:
         """Append the kept blocks in ranges of one pool to `queued`, the last position first."""
         if self.policy.by_group:
-            ((part, start, stop),) = ranges
-            blocks = part.blocks[:, start - part.first : stop - part.first][:, ::-1].ravel()
-            queued[part.pool].append(blocks if part.bundle.keeps_all else blocks[blocks >= 0])
+            part, start, stop = ranges[0]
+            mine = part.blocks[:, start - part.first : stop - part.first][:, ::-1].ravel()
+            queued[part.pool].append(mine if part.bundle.keeps_all else mine[mine >= 0])
             return
         every: list[Ints] = []
         ends: list[Ints] = []

@@ -203,8 +203,9 @@ class PoolReplay(ReplayCache):
                 stop = ceil_div(tokens, bundle.block)
                 if answer and not bundle.keeps_all:
                     stop = min(stop, table.size + 1)
-                entries: Ints | int = max(stop - table.size, 0)
-                count = min(entries, 1 if bundle.sparse else entries) * bundle.groups
+                more = max(stop - table.size, 0)
+                entries: Ints | int = more
+                count = (min(more, 1) if bundle.sparse else more) * bundle.groups
             elif table.size:
                 entries = self._copied(table) if tokens > asked.computed else _NOTHING
                 count = len(entries)

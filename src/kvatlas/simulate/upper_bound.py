@@ -89,7 +89,8 @@ class _Prices:
     ) -> None:
         least, most = _running_blocks(model, trace, step_tokens)
         rooms = np.array(model.blocks)[:, None]
-        served, sure = (least <= rooms).all(0), (most <= rooms).all(0)
+        served: NDArray[np.bool_] = np.logical_and.reduce(least <= rooms)
+        sure = np.logical_and.reduce(most <= rooms)
         self._runs = runs = _Runs.of(spans, served)
         moments = 2 * len(trace) + 1
         self.room = np.repeat(rooms.astype(np.float64), moments, axis=1)
