@@ -309,13 +309,15 @@ class ReplayCache:
     def _remove_copies(self, pool: int, names: Ints, blocks: Ints) -> Ints:
         """Remove evicted blocks, and return the elements of `_where` that have no other copy."""
         newer, older = self._newer[pool], self._older[pool]
-        alone = newer[blocks] == blocks
-        lost = [names[alone]]
-        names, blocks = names[~alone], blocks[~alone]
+        among = newer[blocks] != blocks
+        if not np.count_nonzero(among):
+            return names
+        lost, names, blocks = [names[~among]], names[among], blocks[among]
+        # Neighbours of a ring change each other, so they are removed one after the other.
+        kept = self._ids[pool]._arrays.kept
+        apart = kept[newer[blocks]] & kept[older[blocks]]
         while len(blocks):
-            # One copy of each content at a time, because neighbours of a ring change each other.
-            first = np.unique(names, return_index=True)[1]
-            mine, gone = names[first], blocks[first]
+            mine, gone = names[apart], blocks[apart]
             last = newer[gone] == gone
             lost.append(mine[last])
             self._further[pool] -= len(gone) - len(lost[-1])
@@ -324,7 +326,9 @@ class ReplayCache:
             newer[gone] = older[gone] = gone
             moved = (self._where[mine] == gone) & ~last
             self._where[mine[moved]] = after[moved]
-            names, blocks = np.delete(names, first), np.delete(blocks, first)
+            names, blocks = names[~apart], blocks[~apart]
+            apart = np.zeros(len(blocks), bool)
+            apart[np.unique(names, return_index=True)[1]] = True
         return np.concatenate(lost)
 
     def _content(self, pool: int, block: int) -> Hashable:

@@ -106,15 +106,21 @@ class Eviction:
                 if passes:
                     held &= queued
                     queued ^= held
-                chosen = queued.nonzero()[0]
-                freed = self.size(head[chosen]).cumsum() if self.size else None
-                enough = blocks if freed is None else int(freed.searchsorted(blocks)) + 1
-                chosen = chosen[:enough]
-                stop = int(chosen[-1]) + 1 if len(chosen) == enough else len(head)
-                if len(chosen):
-                    blocks -= len(chosen) if freed is None else int(freed[len(chosen) - 1])
-                    found.append(head[chosen])
-                    self._leave(found[-1])
+                if self.size is None and np.count_nonzero(queued) == len(head):
+                    taken = head[:blocks]  # the usual case, without an array of indices
+                    stop = freed = len(taken)
+                else:
+                    chosen = queued.nonzero()[0]
+                    sums = self.size(head[chosen]).cumsum() if self.size else None
+                    enough = blocks if sums is None else int(sums.searchsorted(blocks)) + 1
+                    chosen = chosen[:enough]
+                    stop = int(chosen[-1]) + 1 if len(chosen) == enough else len(head)
+                    taken = head[chosen]
+                    freed = len(chosen) if sums is None else int(sums[: len(chosen)].max(initial=0))
+                if len(taken):
+                    blocks -= freed
+                    found.append(taken)
+                    self._leave(taken)
                     self._last_rank = rank
                 if passes:
                     passed.append(head[:stop][held[:stop]])
