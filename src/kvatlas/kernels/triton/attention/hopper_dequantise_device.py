@@ -8,27 +8,48 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvatlas.kernels.triton.attention.latent_load_device import E4M3_AS_HALVES
 from kvatlas.kernels.triton.dequantise_device import FOUR_BYTES, FOUR_BYTES_BF16
 
-_E4M3_BF16 = gl.constexpr("""
+E4M3_AS_HALVES = gl.constexpr("""
     {
+        .reg .b16 first, second;
+        mov.b32 {first, second}, $2;
+        cvt.rn.f16x2.e4m3x2 $0, first;
+        cvt.rn.f16x2.e4m3x2 $1, second;
+    }
+""")
+"""Converts the four e4m3 of a word to float16."""
+
+
+def _e4m3_as_bf16(*, scaled: bool) -> str:
+    """Return PTX that converts the four e4m3 of a word to bfloat16.
+
+    If `scaled` is set, the PTX multiplies them by the float32 operand $3.
+    """
+    multiply = "".join(f"mul.f32 {one}, {one}, $3;\n" for one in "wxyz") if scaled else ""
+    return f"""
+    {{
         .reg .b16 first, second, a, b, c, d;
         .reg .b32 low, high;
         .reg .f32 w, x, y, z;
-        mov.b32 {first, second}, $2;
+        mov.b32 {{first, second}}, $2;
         cvt.rn.f16x2.e4m3x2 low, first;
         cvt.rn.f16x2.e4m3x2 high, second;
-        mov.b32 {a, b}, low;
-        mov.b32 {c, d}, high;
+        mov.b32 {{a, b}}, low;
+        mov.b32 {{c, d}}, high;
         cvt.f32.f16 w, a;
         cvt.f32.f16 x, b;
         cvt.f32.f16 y, c;
         cvt.f32.f16 z, d;
+        {multiply}
         cvt.rn.bf16x2.f32 $0, x, w;
         cvt.rn.bf16x2.f32 $1, z, y;
-    }
-""")
+    }}
+    """
+
+
+_E4M3_AS_BF16 = gl.constexpr(_e4m3_as_bf16(scaled=False))
+SCALED_E4M3_AS_BF16 = gl.constexpr(_e4m3_as_bf16(scaled=True))
 
 
 def _codes(one: int, minus: int, kind: str) -> str:
@@ -134,7 +155,7 @@ def bytes_apart(words, ELEMENT: gl.constexpr, DOT: gl.constexpr):
         return pairs_of(words, FOUR_BYTES_BF16)
     if DOT == gl.float16:
         return pairs_of(words, E4M3_AS_HALVES)
-    return pairs_of(words, _E4M3_BF16)
+    return pairs_of(words, _E4M3_AS_BF16)
 
 
 @gluon.jit

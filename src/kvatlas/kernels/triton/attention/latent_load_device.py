@@ -15,6 +15,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
+from kvatlas.kernels.triton.attention.hopper_dequantise_device import (
+    E4M3_AS_HALVES,
+    SCALED_E4M3_AS_BF16,
+    pairs_of,
+)
 from kvatlas.kernels.triton.attention.latent_groups_device import (
     HALF,
     LATENT,
@@ -30,41 +35,8 @@ _memory = gl.shared_memory_descriptor
 seen_as = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 begin_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
-E4M3_AS_HALVES = gl.constexpr("""
-    {
-        .reg .b16 first, second;
-        mov.b32 {first, second}, $2;
-        cvt.rn.f16x2.e4m3x2 $0, first;
-        cvt.rn.f16x2.e4m3x2 $1, second;
-    }
-""")
-
-
 _RECORD_WORDS = gl.constexpr(32)
 """Words of four elements of a record that share a scale."""
-_SCALED_BF16 = gl.constexpr("""
-    {
-        .reg .b16 first, second, a, b, c, d;
-        .reg .b32 low, high;
-        .reg .f32 w, x, y, z;
-        mov.b32 {first, second}, $2;
-        cvt.rn.f16x2.e4m3x2 low, first;
-        cvt.rn.f16x2.e4m3x2 high, second;
-        mov.b32 {a, b}, low;
-        mov.b32 {c, d}, high;
-        cvt.f32.f16 w, a;
-        cvt.f32.f16 x, b;
-        cvt.f32.f16 y, c;
-        cvt.f32.f16 z, d;
-        mul.f32 w, w, $3;
-        mul.f32 x, x, $3;
-        mul.f32 y, y, $3;
-        mul.f32 z, z, $3;
-        cvt.rn.bf16x2.f32 $0, x, w;
-        cvt.rn.bf16x2.f32 $1, z, y;
-    }
-""")
-"""Converts four e4m3 to bfloat16, multiplied by the float32 $3."""
 
 
 @gluon.jit
@@ -146,15 +118,6 @@ def copy_states(cache, table, states, room, signals, phase, SHAPE: gl.constexpr)
 
 
 @gluon.jit
-def as_halves(words):
-    """Convert words of four e4m3 elements to twice as many words of two float16 elements."""
-    pairs = gl.inline_asm_elementwise(
-        E4M3_AS_HALVES, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-    )
-    return gl.join(pairs[0], pairs[1]).reshape([words.shape[0], 2 * words.shape[1]])
-
-
-@gluon.jit
 def announce(there):
     """Signal that the load group's writes to shared memory are complete.
 
@@ -189,15 +152,15 @@ def convert_states(cache, table, states, room, signals, phase, SHAPE: gl.constex
             pages, places = located(next_pages, n + (i + 1) * TILE, last, SHAPE)
             latents = all_latents.index(i)
             mbarrier.wait(signals.free.index(2 * i), phase ^ 1)
-            latents.slice(0, HALF // 2, dim=1).store(as_halves(left))
+            latents.slice(0, HALF // 2, dim=1).store(pairs_of(left, E4M3_AS_HALVES))
             announce(signals.there.index(2 * i))
             rows = row_starts(cache.k.rows, pages, places, UNIT)
             ropes = row_starts(cache.v.rows, pages, places, ROPE_UNIT)
             left = gl.load(row_pointers(words, rows, 0, HALF // 4, LOADS))
             next_pages = load_pages(table, n + (i + 2) * TILE, last, STATES, LOADS)
             mbarrier.wait(signals.free.index(2 * i + 1), phase ^ 1)
-            latents.slice(HALF // 2, HALF // 2, dim=1).store(as_halves(right))
-            all_ropes.index(i).store(as_halves(rope))
+            latents.slice(HALF // 2, HALF // 2, dim=1).store(pairs_of(right, E4M3_AS_HALVES))
+            all_ropes.index(i).store(pairs_of(rope, E4M3_AS_HALVES))
             announce(signals.there.index(2 * i + 1))
             right = gl.load(row_pointers(words, rows, HALF // 4, HALF // 4, LOADS))
             rope = gl.load(row_pointers(words, ropes, 0, ROPE // 4, LOADS))
@@ -219,8 +182,8 @@ def store_block(latents, block, BLOCK: gl.constexpr):
     elements, scales = block
     scales = gl.expand_dims(scales, 1) + gl.zeros_like(elements).to(gl.float32)
     pairs = gl.inline_asm_elementwise(
-        _SCALED_BF16, "=r,=r,r,r", [elements, scales], dtype=(gl.int32, gl.int32), is_pure=True,
-        pack=1,
+        SCALED_E4M3_AS_BF16, "=r,=r,r,r", [elements, scales], dtype=(gl.int32, gl.int32),
+        is_pure=True, pack=1,
     )  # fmt: skip
     wide = gl.join(pairs[0], pairs[1]).reshape([TILE, 2 * _RECORD_WORDS])
     latents.slice(2 * BLOCK * _RECORD_WORDS, 2 * _RECORD_WORDS, dim=1).store(wide)
