@@ -123,9 +123,7 @@ class Placement(Affine):
         if start < 0 or start + length > self.sizes[place]:
             raise out_of_range(axis, self.sizes[place], f"{start}..{start + length - 1}")
         sizes = (*self.sizes[:place], length, *self.sizes[place + 1 :])
-        stride = self.strides[place] if length > 1 else 0
-        strides = (*self.strides[:place], stride, *self.strides[place + 1 :])
-        return self._part(self.axes, sizes, strides, start * self.strides[place])
+        return replace(self, sizes=sizes, offset=self.offset + start * self.strides[place])
 
     def select(self, axis: str, index: int) -> Placement:
         """Select one coordinate of `axis` and drop the axis.
@@ -336,23 +334,14 @@ class Placement(Affine):
         return steps, self._pick([i for i in range(len(self.axes)) if i not in walked])
 
     def _pick(self, places: Sequence[int], further: int = 0) -> Placement:
-        """Return a placement with only the axes at indices `places`, shifted by `further` bytes."""
-        return self._part(
-            tuple([self.axes[place] for place in places]),
-            tuple([self.sizes[place] for place in places]),
-            tuple([self.strides[place] for place in places]),
-            further,
-        )
-
-    def _part(
-        self, axes: tuple[str, ...], sizes: tuple[int, ...], strides: tuple[int, ...], further: int
-    ) -> Placement:
-        """Return a placement of some of the coordinates, the first one `further` bytes on.
+        """Return a placement with only the axes at indices `places`, shifted by `further` bytes.
 
         A part of a valid placement is valid, so it is not validated again.
         """
-        part = object.__new__(Placement)
-        offset = self.offset + further
+        part, offset = object.__new__(Placement), self.offset + further
+        axes = tuple([self.axes[place] for place in places])
+        sizes = tuple([self.sizes[place] for place in places])
+        strides = tuple([self.strides[place] for place in places])
         set_fields(part, axes=axes, sizes=sizes, strides=strides, offset=offset, item=self.item)
         return part
 
