@@ -42,6 +42,9 @@ READY := $(STAMP)
 PY := $(BIN)/python
 endif
 
+# Tests are collected once, and run in forked processes: see tests/forked_workers.py.
+FORKED := -p tests.forked_workers --forked
+
 # Expanded when a recipe runs, so after its environment exists. There is one worker more than there
 # are cores, because some tests mostly wait, for example for peers that stand still. With worksteal
 # neighbouring tests run in one worker, so that most modules set up their fixtures once.
@@ -60,14 +63,14 @@ tour: $(READY)  ## What else there is: geometry, plans, a model on its cache
 
 # `make test-vllm` runs tests/vllm, with vLLM.
 test: $(READY)  ## Unit, property and documentation tests; Triton interprets
-	TRITON_INTERPRET=1 $(PY) -m pytest $(PARALLEL) $(or $(TESTS),--ignore tests/vllm)
+	TRITON_INTERPRET=1 $(PY) -m pytest $(FORKED) $(or $(TESTS),--ignore tests/vllm)
 
 # The packages from errors to routing, which need numpy and msgspec only: within a minute on two
 # idle cores. Hypothesis draws fewer examples than in `make test`.
 FAST := geometry specs models planning routing
 
 test-fast: $(READY)  ## Tests of geometry to routing, within a minute
-	HYPOTHESIS_PROFILE=fast $(PY) -m pytest $(PARALLEL) -m 'not slow' $(addprefix tests/,$(FAST)) \
+	HYPOTHESIS_PROFILE=fast $(PY) -m pytest $(FORKED) -m 'not slow' $(addprefix tests/,$(FAST)) \
 		src/kvatlas/errors.py $(addprefix src/kvatlas/,$(FAST))
 
 ci:  ## All steps of .ci/steps, which must pass before a change lands, and the minutes of each
