@@ -227,6 +227,8 @@ class Sender:
 
     def __init__(self, config: pytest.Config, pipe: Connection) -> None:
         self._config, self._pipe = config, pipe
+        self.registered = False
+        """Until then, pytest repeats earlier warnings, which the first process has."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         to_data = self._config.hook.pytest_report_to_serializable
@@ -242,6 +244,8 @@ class Sender:
         nodeid: str,
         location: tuple[str, int, str] | None,
     ) -> None:
+        if not self.registered:
+            return
         about: dict[str, Any] = {"when": when, "nodeid": nodeid, "location": location}
         about["warning_message"] = warnings.WarningMessage(  # its message may not be sent as it is
             UserWarning(str(warning_message.message)),
@@ -258,7 +262,9 @@ def _work(session: pytest.Session, pipe: Connection) -> None:
     try:
         manager = session.config.pluginmanager
         manager.unregister(name="terminalreporter")
-        manager.register(Sender(session.config, pipe))
+        sender = Sender(session.config, pipe)
+        manager.register(sender)
+        sender.registered = True
         capture: Any = manager.getplugin("capturemanager")
         if capture is not None:  # it writes to files that all workers would share
             capture.stop_global_capturing()
