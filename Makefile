@@ -225,6 +225,14 @@ $(OVERLAYS)/dynamo/.installed: OTHERWISE = || echo "Dynamo cannot be installed h
 test-dynamo: $(OVERLAYS)/dynamo/.installed  ## A pool's events in the indexer of Dynamo 1.6.1: equal longest matches
 	$(call overlay,dynamo) -m pytest -s -rs $(or $(TESTS),tests/dynamo)
 
+# SGLang's pools and LMCache's chunks, made by their own classes on a CPU. Their wheels are installed
+# without dependencies, of which CUDA alone would be gigabytes; the group lists what they import.
+$(OVERLAYS)/other-engines/.installed: NEEDS = --no-deps --group other-engines
+$(OVERLAYS)/other-engines/.installed: OTHERWISE = || echo "SGLang and LMCache cannot be installed here: their tests are skipped."
+
+test-other-engines: $(OVERLAYS)/other-engines/.installed  ## SGLang 0.5.23 and LMCache 0.5.6: their memory and their files, both ways
+	$(call overlay,other-engines) -m pytest -p no:xdist -rs $(or $(TESTS),tests/other_engines)
+
 # Another release of transformers than that of .venv; by default the lowest that is admitted.
 TRANSFORMERS ?= 5.17.0
 $(OVERLAYS)/transformers-$(TRANSFORMERS)/.installed: NEEDS = 'transformers==$(TRANSFORMERS)'

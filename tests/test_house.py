@@ -112,11 +112,12 @@ INTERNAL: dict[str, str] = {
         geometry.address_arrays geometry.byte_sizes planning.plans
     """,
     "engines": """
-        geometry.integers models.row_identity planning.engine_rules planning.policy_atlas
-        planning.request
+        geometry.allocations geometry.integers models.row_identity planning.engine_rules
+        planning.policy_atlas planning.request
         routing.conversion specs.cell_formats specs.scale_location tier.chained_keys
         tier.addresses tier.any_tier tier.converting tier.file_owner tier.hit tier.opening
-        tier.prefix_finder tier.store_hit tier.stored_positions tier.tier_events wire.channels
+        tier.prefix_finder tier.store_hit tier.stored_positions tier.stores.base tier.tier_events
+        wire.channels
         wire.client.kept_offers
         wire.client.transfer_request wire.connection wire.protocol wire.transports.nixl_agents
         copying.cuda_driver copying.device_marks copying.memory_copy

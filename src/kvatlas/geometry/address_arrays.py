@@ -182,6 +182,21 @@ def fill_descriptors(
     return out.reshape(-1, 3)
 
 
+def root_array(array: NDArray[Any]) -> NDArray[Any]:
+    """Return the array whose memory `array` is a view of; `array` itself if it is no view.
+
+    >>> whole = np.zeros(8)
+    >>> root_array(whole[2:].reshape(2, 3)) is whole
+    True
+    """
+    root, base = array, array.base
+    # as_strided puts a wrapper object between a view and the array it was made from.
+    while base is not None:
+        root = base if isinstance(base, np.ndarray) else root
+        base = getattr(base, "base", None)
+    return root
+
+
 def strided(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], int, int] | None:
     """Return (sizes, byte strides, byte offset in the storage, item size) of a tensor.
 
@@ -192,12 +207,7 @@ def strided(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], int, int] | 
     ((3, 8), (32, 4), 32, 4)
     """
     if isinstance(tensor, np.ndarray):
-        root: NDArray[Any] = tensor
-        base: Any = tensor.base
-        # as_strided puts a wrapper object between a view and the array it was made from.
-        while base is not None:
-            root = base if isinstance(base, np.ndarray) else root
-            base = getattr(base, "base", None)
+        root = root_array(tensor)
         offset = tensor.__array_interface__["data"][0] - root.__array_interface__["data"][0]
         return tensor.shape, tensor.strides, offset, tensor.itemsize
     if not all(callable(getattr(tensor, name, None)) for name in ("stride", "element_size")):
