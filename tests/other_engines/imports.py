@@ -2,7 +2,9 @@
 
 Their wheels are installed without dependencies, see `make test-other-engines`. SGLang imports
 torchvision for the pictures of multimodal models, and torchvision's compiled operators need the
-torch that they were built with. So this package is replaced by an empty one; all else is real.
+torch that they were built with. So this package is replaced by an empty one. The pools ask SGLang's
+model runner whether CUDA graphs are being captured; its module, which imports all of the server, is
+replaced by that one answer. All else is real.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ def sglang(module: str) -> Any:
             )
             sys.modules[f"torchvision.{name}"] = part
         pictures.transforms = sys.modules["torchvision.transforms"]  # type: ignore[attr-defined]
+        runner: Any = ModuleType("sglang.srt.model_executor.runner")
+        runner.get_is_capture_mode = lambda: False
+        sys.modules[runner.__name__] = runner
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module(f"sglang.srt.{module}")

@@ -48,6 +48,23 @@ class EngineMemory(NamedTuple):
     allocations: tuple[tuple[Segment, ...], ...]
     """The allocations of each pool, in the order of the pool's segments."""
 
+    @classmethod
+    def of_pools(cls, plan: Plan, pools: Mapping[int, Any]) -> EngineMemory:
+        """Return the memory of a plan whose pools are arrays or tensors, by pool index.
+
+        >>> from kvatlas.planning import plan
+        >>> made = plan("Qwen3-8B", memory="8MiB", max_len=32)
+        >>> own = np.zeros(made.pools[0].nbytes, np.uint8)
+        >>> EngineMemory.of_pools(made, {0: own}).addresses(0, [64])[0] == own.ctypes.data + 64
+        np.True_
+        """
+        held = []
+        for index in range(len(plan.pools)):
+            parts = Allocations()
+            parts.place(pools[index].reshape(-1), "C", own_start=True)
+            held.append(parts.segments)
+        return cls(plan, tuple(held))
+
     def addresses(self, pool: int, offsets: Any) -> NDArray[np.uint64]:
         """Return the addresses of offsets in a pool, such as the runs of a bound route.
 

@@ -26,11 +26,13 @@ _GRAIN = 4096
 
 
 class Segment(NamedTuple):
-    """One allocation: its offset in the range, its size in bytes, and its address."""
+    """One allocation: its offset in the range, its size in bytes, its address and its device."""
 
     offset: int
     nbytes: int
     address: int
+    device: str = "host"
+    """`host`, or a torch device name such as `cuda:0`."""
 
 
 class Allocations:
@@ -60,27 +62,29 @@ class Allocations:
         starts. Views of one allocation that differ only in their start then have equal placements.
         """
         placed = Placement.from_tensor(tensor, axes)
-        key, nbytes, address = _allocation(tensor)
+        key, nbytes, address, device = _allocation(tensor)
         if own_start:
             key, nbytes, address = placed.offset, nbytes - placed.offset, address + placed.offset
             placed = placed.shift(-placed.offset)
         if key not in self._segments:
             last = next(reversed(self._segments.values()), None)
             start = round_up(last.offset + last.nbytes + 1, _GRAIN) if last else 0
-            self._segments[key] = Segment(start, nbytes, address)
+            self._segments[key] = Segment(start, nbytes, address, device)
         return placed.shift(self._segments[key].offset)
 
 
-def _allocation(tensor: Any) -> tuple[object, int, int]:
-    """Return a key, the bytes and the address of the allocation of a numpy or torch tensor."""
+def _allocation(tensor: Any) -> tuple[object, int, int, str]:
+    """Return a key, the bytes, address and device of a numpy or torch tensor's allocation."""
     storage = getattr(tensor, "untyped_storage", None)
     if storage is None:
         root = root_array(tensor)
         address = root.__array_interface__["data"][0]
-        return address, root.nbytes, address
+        return address, root.nbytes, address, "host"
     held = storage()
     # Meta tensors have no address; different storages are then different objects.
-    return held.data_ptr() or ("meta", held._cdata), held.nbytes(), held.data_ptr()
+    key = held.data_ptr() or ("meta", held._cdata)
+    device = "host" if tensor.device.type == "cpu" else str(tensor.device)
+    return key, held.nbytes(), held.data_ptr(), device
 
 
 def in_pages(rows: Placement, page: int, *, axis: str = "N") -> Placement:
