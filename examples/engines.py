@@ -227,6 +227,7 @@ def pools(folder: Path) -> list[Row]:
             layouts = f"{filled[0].plan.layout} -> {order}"
             rows.append(Row(name, "transformers", layouts, *copied, said.equals(alone)))
         copied, said = into_transformers(model, make(spec, other), asked, "LBNHC")
+        layouts = f"{filled[0].plan.layout} -> LBNHC"
         rows.append(Row(name, "transformers", layouts, *copied, said.equals(alone), control=True))
     served = sglang(spec, reference(model, asked), PAGE, "NHD")
     store_for_vllm(folder, model, served, asked)

@@ -282,7 +282,8 @@ def write(part: Any, place: int, kind: str, slots: Any, rng: Any) -> Values:
         else:
             dtype, whole = part.dtype, part.kv_lora_rank
             rows = some(count, 1, whole + part.qk_rope_head_dim, dtype=dtype)
-            part.set_kv_buffer(layer, loc, rows, None)
+            with parallel().override(dcp_enabled=False):
+                part.set_kv_buffer(layer, loc, rows, None)
             content = {"latent": rows[:, 0, :whole], "rope": rows[:, 0, whole:]}
         return {name: bits(one) for name, one in content.items()}
     shape = (count, part.head_num)
@@ -367,12 +368,23 @@ def stored(made: Plan, memory: list[Bytes], layer: str, tables: Any, tokens: int
             continue
         pool = memory[made.groups[group].pool]
         item = f"u{one.dtype.item}"
+        if made.groups[group].kind == "recurrent":
+            axes = "RT" if one.name == "conv" else [axis.name for axis in one.axes]
+            view = made.view(layer, one.name).reorder("B", *axes).view(pool)
+            found[one.name] = view.view(item)[tables[group], ..., 0]
+            continue
         logical = seen(made, pool, layer, one.name, item).logical[tables[group]]
-        if made.groups[group].kind != "recurrent":
-            first = made.groups[group].visibility.first(tokens)
-            logical = logical.reshape(-1, *logical.shape[2:])[first:tokens]
-        found[one.name] = logical
+        first = made.groups[group].visibility.first(tokens)
+        found[one.name] = logical.reshape(-1, *logical.shape[2:])[first:tokens]
     return found
+
+
+def blocks_of(pool: Any, made: Plan, tokens: int, first: int) -> dict[int, list[int]]:
+    """Blocks of a request. Tables of a unified buffer share its bytes: they begin at both ends."""
+    tables = tables_of(made, tokens, first=first)
+    if type(pool).__name__.startswith("Unified"):
+        tables[1] = [block + 8 if block else 0 for block in tables[1]]
+    return tables
 
 
 @pytest.mark.parametrize("policy", ["vllm", "atlas"])
@@ -380,12 +392,13 @@ def stored(made: Plan, memory: list[Bytes], layer: str, tables: Any, tokens: int
 def test_every_element_moves_there_and_back(name: str, policy: Any) -> None:
     row, rng = ROWS[name], np.random.default_rng(5)
     pool = row.make()
-    memory = describe_pool(row.model, pool, max_len=4 * row.page)
+    longest = 4 * max(row.page, 16)
+    memory = describe_pool(row.model, pool, max_len=longest)
     made = memory.plan
     assert made.block_size == row.page or made.groups[0].kind == "recurrent"
-    ours = plan(row.model, memory="64MiB", policy=policy, max_len=4 * max(row.page, 16))
+    ours = plan(row.model, memory="64MiB", policy=policy, max_len=longest)
     own = [rng.integers(0, 256, one.nbytes, dtype=np.uint8) for one in ours.pools]
-    tables = tables_of(made, row.tokens, first=1), tables_of(ours, row.tokens, first=2)
+    tables = blocks_of(pool, made, row.tokens, 1), tables_of(ours, row.tokens, first=2)
     written = {}
     for layer, part, place, kind in caches(pool, row.model):
         slots = slots_of(made, layer, tables[0], row.tokens)
@@ -404,9 +417,9 @@ def test_every_element_moves_there_and_back(name: str, policy: Any) -> None:
     assert min(compared, moved) > 1000
     assert runs
     again = row.make()
-    other = describe_pool(row.model, again, max_len=4 * row.page)
+    other = describe_pool(row.model, again, max_len=longest)
     assert other.plan == made
-    back = tables_of(made, row.tokens, first=2)
+    back = blocks_of(pool, made, row.tokens, 2)
     move((ours, own), other, (tables[1], back), row.tokens)
     for layer, part, place, kind in caches(again, row.model):
         slots = slots_of(made, layer, back, row.tokens)

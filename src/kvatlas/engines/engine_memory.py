@@ -101,7 +101,12 @@ def describe_tables(
             if not fixed
         },
         pools=list(range(len(held))),
-        full=[name for table in held if table.keeps_all for name in table.layers],
+        full=[
+            name
+            for table, fixed in zip(held, recurrent, strict=True)
+            if table.keeps_all and not fixed
+            for name in table.layers
+        ],
     )
     segments = tuple(table.allocations.segments for table in held)
     pools = tuple(

@@ -71,7 +71,7 @@ class ObjectFiles(ObjectStore):
                         )
                     if size == joined_size(parts):
                         for part in parts:
-                            if file.readinto(memoryview(part)) != part.nbytes:
+                            if file.readinto(part.data) != part.nbytes:
                                 return 0  # the file was shortened meanwhile
                     return size
             except FileNotFoundError:

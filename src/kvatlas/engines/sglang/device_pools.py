@@ -95,8 +95,9 @@ def _with_cache(model: Model, pool: Any) -> Model:
     cache = _FP8.get(str(getattr(held, "dtype", "")))
     if cache is None:
         return model
-    rows = getattr(held, "dsa_kv_cache_store_fp8", None)
-    return model.with_cache({True: "fp8_ds_mla", False: "fp8"}.get(rows, cache))
+    if extends(held, "MLATokenToKVPool"):
+        cache = "fp8_ds_mla" if held.dsa_kv_cache_store_fp8 else "fp8"
+    return model.with_cache(cache)
 
 
 # -- attention ------------------------------------------------------------------------------------
