@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvatlas.copying.memory_copy import memory_of
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import DType, Field, Placement
 from kvatlas.geometry.allocations import Allocations, Segment
@@ -50,7 +51,9 @@ class EngineMemory(NamedTuple):
 
     @classmethod
     def of_pools(cls, plan: Plan, pools: Mapping[int, Any]) -> EngineMemory:
-        """Return the memory of a plan whose pools are arrays or tensors, by pool index.
+        """Return the memory of a plan whose pools are contiguous arrays or tensors, by index.
+
+        The caller keeps the pools alive.
 
         >>> from kvatlas.planning import plan
         >>> made = plan("Qwen3-8B", memory="8MiB", max_len=32)
@@ -58,12 +61,9 @@ class EngineMemory(NamedTuple):
         >>> EngineMemory.of_pools(made, {0: own}).addresses(0, [64])[0] == own.ctypes.data + 64
         np.True_
         """
-        held = []
-        for index in range(len(plan.pools)):
-            parts = Allocations()
-            parts.place(pools[index].reshape(-1), "C", own_start=True)
-            held.append(parts.segments)
-        return cls(plan, tuple(held))
+        held = memory_of(pools)
+        parts = (held[index] for index in range(len(plan.pools)))
+        return cls(plan, tuple((Segment(0, one.nbytes, one.address, one.device),) for one in parts))
 
     def addresses(self, pool: int, offsets: Any) -> NDArray[np.uint64]:
         """Return the addresses of offsets in a pool, such as the runs of a bound route.

@@ -20,8 +20,8 @@ from kvatlas.geometry.allocations import cut_rows
 from kvatlas.models import Layer, Model
 from kvatlas.specs import Attention, LatentAttention
 
-KNOWN = ("1.3.0",)
-"""Releases of TensorRT-LLM whose source these descriptions were recorded from."""
+KNOWN = ("1.3",)
+"""Releases of TensorRT-LLM, by their first two numbers, whose source was recorded."""
 
 HeadOrder = Literal["HND", "NHD"]
 _ROLES = {"key": "k", "value": "v"}
@@ -56,7 +56,8 @@ def describe_pools(
 
     `layers` lists the decoder layers of each pool, and `windows` the window of each pool or None
     if it keeps all tokens. Both can be omitted if there is one pool. `dtype` is the dtype of the
-    cache, which the manager stores as bytes for fp8. For MLA, the third axis has size 1.
+    cache, which the manager stores as bytes for fp8. For MLA, the third axis has size 1. `version`
+    is `tensorrt_llm.__version__` of the process that has the pools.
 
     >>> import torch
     >>> kv = torch.zeros(9, 36, 2, 8 * 32 * 128, dtype=torch.bfloat16)
@@ -64,7 +65,7 @@ def describe_pools(
     >>> seen.block_size, seen.num_blocks, seen.view("model.layers.0.self_attn.attn", "v").offset
     (32, 9, 65536)
     """
-    check_known_version("tensorrt_llm", KNOWN, version)
+    check_known_version("tensorrt_llm", KNOWN, ".".join(version.split(".")[:2]))
     loaded = _with_cache(model_for("vllm", model), dtype)
     own = layers if layers is not None else [sorted({layer.index for layer in loaded.layers})]
     kept = windows if windows is not None else [None] * len(pools)
@@ -101,7 +102,7 @@ def describe_slots(
     >>> seen.view("model.layers.1.self_attn.attn", "k").offset
     131072
     """
-    check_known_version("tensorrt_llm", KNOWN, version)
+    check_known_version("tensorrt_llm", KNOWN, ".".join(version.split(".")[:2]))
     loaded = _with_cache(model_for("vllm", model), dtype)
     tables = []
     for pool in pools:
