@@ -15,7 +15,7 @@ import pytest
 
 from kvatlas import AtlasError, Code
 from kvatlas.engines.engine_memory import EngineMemory
-from kvatlas.engines.tensorrt_llm import Slots, describe_pools, describe_slots
+from kvatlas.engines.tensorrt_llm import SlotPool, describe_pools, describe_slots
 from kvatlas.planning import plan
 from tests.other_engines.engine_pools import move
 from tests.planning.test_engine_memory import (
@@ -104,10 +104,10 @@ def v1_latent() -> Made:
 
 
 def v2() -> Made:
-    """Slots of six buffers, with unused bytes after each slot."""
+    """SlotPool of six buffers, with unused bytes after each slot."""
     slots = random(PAGES, 6 * BLOCK * 2 + 64, dtype="u1")[:, : 6 * BLOCK * 2]
     buffers = [(n, role) for n in range(3) for role in ("key", "value")]
-    pools = [Slots(slots, buffers, tokens_per_block=PAGE)]
+    pools = [SlotPool(slots, buffers, tokens_per_block=PAGE)]
     memory = describe_slots(DENSE, pools, dtype="bf16", max_len=64)
     elements = np.lib.stride_tricks.as_strided(
         slots.base.view("u2"), (PAGES, 3, 2, BLOCK), (slots.strides[0], 4 * BLOCK, 2 * BLOCK, 2)
@@ -120,8 +120,8 @@ def v2_life_cycles() -> Made:
     window, full = random(7, 4 * BLOCK), random(12, 4 * BLOCK)
     memory = describe_slots(
         SLIDING, dtype="bf16", max_len=64, pools=[
-            Slots(window, [(0, "key"), (2, "key"), (0, "value"), (2, "value")], PAGE, window=20),
-            Slots(full, [(1, "key"), (1, "value"), (3, "key"), (3, "value")], PAGE),
+            SlotPool(window, [(0, "key"), (2, "key"), (0, "value"), (2, "value")], PAGE, window=20),
+            SlotPool(full, [(1, "key"), (1, "value"), (3, "key"), (3, "value")], PAGE),
         ],
     )  # fmt: skip
 
@@ -180,9 +180,9 @@ def test_wrong_pools_are_refused() -> None:
         (lambda: describe_pools(DENSE, [pool[..., 1:]], **given), Code.BAD_TENSOR),
         (lambda: describe_pools(several("other", 9, DENSE.layers[0].spec), [pool], **given),
          Code.OUT_OF_RANGE),
-        (lambda: describe_slots(DENSE, [Slots(slots[:, 1:], buffers, PAGE)], dtype="bf16"),
+        (lambda: describe_slots(DENSE, [SlotPool(slots[:, 1:], buffers, PAGE)], dtype="bf16"),
          Code.BAD_TENSOR),
-        (lambda: describe_slots(DENSE, [Slots(slots, [(0, "scale")], PAGE)], dtype="bf16"),
+        (lambda: describe_slots(DENSE, [SlotPool(slots, [(0, "scale")], PAGE)], dtype="bf16"),
          Code.ENGINE_REFUSES),
     ]  # fmt: skip
     for call, code in wrong:

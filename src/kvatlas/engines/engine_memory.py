@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvatlas.copying.memory_copy import memory_of
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import DType, Field, Placement
-from kvatlas.geometry.allocations import Allocations, Segment
+from kvatlas.geometry.allocations import Allocations, PlacedAllocation
 from kvatlas.models import Layer, Model
 from kvatlas.planning import Plan, PoolSegment, foreign
 from kvatlas.specs import Spec
@@ -46,7 +46,7 @@ class EngineMemory(NamedTuple):
     """The plan of an engine's memory on one rank, and the allocations of each pool."""
 
     plan: Plan
-    allocations: tuple[tuple[Segment, ...], ...]
+    allocations: tuple[tuple[PlacedAllocation, ...], ...]
     """The allocations of each pool, in the order of the pool's segments."""
 
     @classmethod
@@ -63,7 +63,10 @@ class EngineMemory(NamedTuple):
         """
         held = memory_of(pools)
         parts = (held[index] for index in range(len(plan.pools)))
-        return cls(plan, tuple((Segment(0, one.nbytes, one.address, one.device),) for one in parts))
+        return cls(
+            plan,
+            tuple((PlacedAllocation(0, one.nbytes, one.address, one.device),) for one in parts),
+        )
 
     def addresses(self, pool: int, offsets: Any) -> NDArray[np.uint64]:
         """Return the addresses of offsets in a pool, such as the runs of a bound route.
@@ -122,7 +125,9 @@ def _is_recurrent(model: Model, table: Table) -> bool:
     )
 
 
-def _parts(segments: Sequence[Segment], end: int) -> tuple[PoolSegment, ...] | msgspec.UnsetType:
+def _parts(
+    segments: Sequence[PlacedAllocation], end: int
+) -> tuple[PoolSegment, ...] | msgspec.UnsetType:
     """Return the segments of a pool that ends at offset `end`; unset for one allocation."""
     if len(segments) == 1:
         return msgspec.UNSET

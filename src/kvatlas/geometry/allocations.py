@@ -25,7 +25,7 @@ _GRAIN = 4096
 """Segments start at multiples of this number of bytes."""
 
 
-class Segment(NamedTuple):
+class PlacedAllocation(NamedTuple):
     """One allocation: its offset in the range, its size in bytes, its address and its device."""
 
     offset: int
@@ -48,10 +48,10 @@ class Allocations:
     """
 
     def __init__(self) -> None:
-        self._segments: dict[object, Segment] = {}
+        self._segments: dict[object, PlacedAllocation] = {}
 
     @property
-    def segments(self) -> tuple[Segment, ...]:
+    def segments(self) -> tuple[PlacedAllocation, ...]:
         """The allocations, in ascending order of their offsets."""
         return tuple(self._segments.values())
 
@@ -69,7 +69,7 @@ class Allocations:
         if key not in self._segments:
             last = next(reversed(self._segments.values()), None)
             start = round_up(last.offset + last.nbytes + 1, _GRAIN) if last else 0
-            self._segments[key] = Segment(start, nbytes, address, device)
+            self._segments[key] = PlacedAllocation(start, nbytes, address, device)
         return placed.shift(self._segments[key].offset)
 
 

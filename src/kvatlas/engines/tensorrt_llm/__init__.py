@@ -11,6 +11,6 @@ TensorRT-LLM cannot be installed without CUDA, so its classes were not run: the 
 tensors and the few numbers of the configuration. Heads are outside of tokens (HND) by default.
 """
 
-from kvatlas.engines.tensorrt_llm.pools import KNOWN, Slots, describe_pools, describe_slots
+from kvatlas.engines.tensorrt_llm.pools import KNOWN, SlotPool, describe_pools, describe_slots
 
-__all__ = ["KNOWN", "Slots", "describe_pools", "describe_slots"]
+__all__ = ["KNOWN", "SlotPool", "describe_pools", "describe_slots"]

@@ -27,7 +27,7 @@ HeadOrder = Literal["HND", "NHD"]
 _ROLES = {"key": "k", "value": "v"}
 
 
-class Slots(NamedTuple):
+class SlotPool(NamedTuple):
     """A pool of `KVCacheManagerV2`: slots of buffers that have the same size."""
 
     memory: Any
@@ -84,7 +84,7 @@ def describe_pools(
 
 def describe_slots(
     model: Any,
-    pools: Sequence[Slots],
+    pools: Sequence[SlotPool],
     *,
     dtype: Any,
     order: HeadOrder = "HND",
@@ -97,7 +97,7 @@ def describe_slots(
     >>> import torch
     >>> buffers = [(layer, role) for layer in range(36) for role in ("key", "value")]
     >>> memory = torch.zeros(9, 72 * 65536, dtype=torch.uint8)
-    >>> pools = [Slots(memory, buffers, tokens_per_block=32)]
+    >>> pools = [SlotPool(memory, buffers, tokens_per_block=32)]
     >>> seen = describe_slots("Qwen3-8B", pools, dtype="bf16").plan
     >>> seen.view("model.layers.1.self_attn.attn", "k").offset
     131072
