@@ -25,13 +25,13 @@ from rich.console import Console
 from rich.table import Table
 
 from kvatlas.engines.engine_memory import EngineMemory
-from kvatlas.engines.request_copy import copy_request
+from kvatlas.engines.request_copy import CopiedRequest, copy_request
 from kvatlas.engines.transformers import AtlasCache, PrefixReuse
 from kvatlas.models import Model
 
 CLOSE = 1e-3
 """Logprobs in float32 that count as equal: engines sum in different orders."""
-LAYERS, HEADS, WIDTH, VOCABULARY = 3, 2, 16, 512
+LAYERS, HEADS, WIDTH, VOCABULARY = 3, 2, 32, 512
 PROMPT, NEW, LONGEST, PAGE = 150, 12, 256, 16
 
 
@@ -181,7 +181,9 @@ def memory_of(cache: AtlasCache) -> EngineMemory:
     return EngineMemory.of_pools(cache.plan, cache.cache.pools)
 
 
-def into_transformers(model: Any, source: Filled, asked: list[int], layout: str) -> Any:
+def into_transformers(
+    model: Any, source: Filled, asked: list[int], layout: str
+) -> tuple[CopiedRequest, Answer]:
     """Copy a request into a new cache of transformers, and decode from it."""
     cache = AtlasCache.from_config(model.config, batch=1, max_len=LONGEST, layout=layout)
     (blocks,) = cache.adopt(PROMPT - 1)  # the last token is left to generate()
@@ -225,10 +227,22 @@ def pools(folder: Path) -> list[Row]:
             filled = make(spec, reference(model, asked))
             copied, said = into_transformers(model, filled, asked, order)
             layouts = f"{filled[0].plan.layout} -> {order}"
-            rows.append(Row(name, "transformers", layouts, *copied, said.equals(alone)))
+            rows.append(
+                Row(name, "transformers", layouts, copied.nbytes, copied.runs, said.equals(alone))
+            )
         copied, said = into_transformers(model, make(spec, other), asked, "LBNHC")
         layouts = f"{filled[0].plan.layout} -> LBNHC"
-        rows.append(Row(name, "transformers", layouts, *copied, said.equals(alone), control=True))
+        rows.append(
+            Row(
+                name,
+                "transformers",
+                layouts,
+                copied.nbytes,
+                copied.runs,
+                said.equals(alone),
+                control=True,
+            )
+        )
     served = sglang(spec, reference(model, asked), PAGE, "NHD")
     store_for_vllm(folder, model, served, asked)
     (folder / "sglang.json").write_text(json.dumps(alone._asdict()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,12 @@ def fields(fmt: str, array: Any, layer: int) -> dict[str, Tensor]:
         rows = array[:, 0, layer]
         return {"latent": Tensor(rows[..., :64], "BNC"), "rope": Tensor(rows[..., 64:], "BNC")}
     paged = array.reshape(*array.shape[:-1], HEADS, WIDTH)
-    side = {
+    sides: dict[str, Callable[[int], Any]] = {
         "KV_2LTD": lambda n: paged[:, n, layer],
         "KV_T2D": lambda n: paged[:, :, n],
         "KV_2TD": lambda n: paged[:, n],
-    }[fmt]
-    return {name: Tensor(side(n), "BNHC") for n, name in enumerate("kv")}
+    }
+    return {name: Tensor(sides[fmt](n), "BNHC") for n, name in enumerate("kv")}
 
 
 def arrays(given: list[Any]) -> Any:

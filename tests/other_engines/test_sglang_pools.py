@@ -251,7 +251,7 @@ def parts_of(pool: Any) -> Iterator[tuple[int, Any, int, str]]:
 def bits(tensor: Any) -> NDArray[Any]:
     """The elements of a tensor as unsigned integers."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    array = tensor.contiguous().view(kinds[tensor.element_size()]).numpy()
+    array: NDArray[Any] = tensor.contiguous().view(kinds[tensor.element_size()]).numpy()
     return array.view(f"u{tensor.element_size()}")
 
 
