@@ -77,10 +77,10 @@ class AnyTier(ABC):
     def kept_ends(
         self, group: int, ends: Sequence[tuple[int, bytes]], *, whole: bool = False
     ) -> list[bool]:
-        """Return, for each (length, key) in `ends`, whether a group stores the block ending there.
+        """Return, for each prefix in `ends`, whether a group stores the block that ends with it.
 
-        `length` is a number of leading tokens of a request, and `key` is the key of the last block
-        of these tokens. With `whole`, all parts of the block must be stored.
+        A prefix of a request is given as (length, key): its number of tokens, and the key of its
+        last block. With `whole`, all parts of the block must be stored.
         """
 
     @abstractmethod

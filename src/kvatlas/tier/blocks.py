@@ -17,7 +17,7 @@ PartSums = dict[BlockPlace, PartSum]
 
 
 class StoreResult(NamedTuple):
-    """The outcome of a store call: how many keys are complete, incomplete or without space.
+    """The outcome of a store call: how many keys are complete, are incomplete, or found no space.
 
     `whole` keys have the bytes of all ranks, `waiting` keys still lack bytes of other ranks, and
     for `no_room` keys the tier had no free block.

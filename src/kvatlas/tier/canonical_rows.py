@@ -29,7 +29,7 @@ def canonical_rows(
 ) -> Plan:
     """Return the plan that describes a model's rows. If `model` is a plan, its model is used.
 
-    A row has `span` tokens, or the smallest multiple of `span` that is a whole number of states.
+    A row has `span` tokens, rounded up to a multiple of `span` that is a whole number of states.
     The default is the greatest common divisor of the plan's block sizes, except those of recurrent
     states.
 

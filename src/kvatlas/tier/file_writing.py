@@ -5,11 +5,11 @@ checksum of a stretch is computed while its bytes are in the processor's cache, 
 written.
 
 If the target part of the file was written recently, its pages are in memory. One call then writes
-hundreds of stretches, and several cores make such calls in parallel. Otherwise such a call would
-have to prepare or read every page first, so each stretch is written by a separate call. The system
-serialises these separate calls per file, and contention costs more than the calls themselves. One
-thread therefore makes them, while others gather and compute checksums. For the same reason only a
-few threads compute checksums.
+hundreds of stretches, and several cores make such calls in parallel. If the part was not written
+recently, such a call would have to prepare or read every page first, so each stretch is written by
+a separate call. The system serialises these separate calls per file, and contention costs more than
+the calls themselves. One thread therefore makes them, while others gather runs and compute
+checksums. Only a few threads compute checksums, which also limits contention.
 """
 
 from __future__ import annotations

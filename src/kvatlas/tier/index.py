@@ -104,7 +104,7 @@ class BlockIndex:
     def drop(self, block: TierBlock) -> None:
         """Hide a block from lookups immediately, and free it when it is no longer used.
 
-        If its record cannot be cleared, the next call that takes the block tries to clear it again.
+        If the block's record cannot be cleared now, the next call that takes the block tries again.
         """
         with self.lock:
             if block.dropped:

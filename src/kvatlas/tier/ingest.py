@@ -78,7 +78,7 @@ class Ingest:
         *,
         as_grids: bool = False,
     ) -> tuple[list[Copy], dict[Shape, Delivery]]:
-        """Return the copies from a rank into the tier's blocks, whose ids are in `ids`.
+        """Return the copies from a rank into the tier's blocks. `ids` contains the block ids.
 
         Also returns a `Delivery` for each `NeededBlock.shape`: the rank writes the same byte ranges
         of all blocks that have this shape. With `as_grids`, each `Copy` describes many runs by

@@ -5,9 +5,9 @@
 
 Words in capitals are hexadecimal digests or numbers, so that the name of a tenant or a key cannot
 lead to objects of another tenant. A row is one block of the tier. Each namespace has a mark for
-every level of its identity: tenant, model, weights, content and format. The mark of a level is a
-small object, equal for all engines that agree in that level and all earlier ones. It exists once
-one of these engines has stored something.
+every level of its identity: tenant, model, weights, content and format. A mark is a small object.
+Engines have the same mark for a level if they agree in that level and in all earlier levels. The
+mark exists once one of these engines has stored something.
 
 A namespace is one combination of tenant, model, weights, content (the kinds of rows and their
 dtypes) and format (tokens per row and how a row is cut). Engines that differ in any of them use
@@ -65,7 +65,7 @@ class RowName(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The part after the namespace that the names of all objects of this row share."""
+        """The part of the row's object names between the namespace and the object's index."""
         return f"{self.place}/{self.group}.{self.cover.first}-{self.cover.stop}"
 
     @property
@@ -111,11 +111,11 @@ class Namespace:
         return [f"{begin}{index}" for index in range(len(self.cut.groups[row.group]))]
 
     def all_of(self, group: int, key: bytes) -> str:
-        """Return the prefix that the names of all objects of one group and key share."""
+        """Return the common prefix of the names of all objects with this group and key."""
         return f"{self.prefix}{RowName(group, key, Cover(0, 0)).place}/"
 
     def names_with(self, group: int, key: bytes, covers: Iterable[Cover]) -> list[str]:
-        """Return the names of the objects of one group and key with any of these covers."""
+        """Return the names of the objects with this group, this key and one of these covers."""
         begin, indices = self.all_of(group, key), range(len(self.cut.groups[group]))
         return [f"{begin}{group}.{a}-{b}/{index}" for a, b in covers for index in indices]
 
@@ -123,8 +123,8 @@ class Namespace:
     def marks(self) -> list[str]:
         """The names of the marks, one for each of `LEVELS` (tenant, model, weights, dtype, format).
 
-        The mark of a level exists once an engine that matches this namespace in that and all
-        earlier levels has stored something.
+        The mark of a level exists once a matching engine has stored something. An engine matches if
+        it agrees with this namespace in that level and in all earlier levels.
         """
         places = range(1, len(LEVELS) + 1)
         return [f"{self.tenant_prefix}marks/{self._up_to(n).hex()}" for n in places]

@@ -160,7 +160,8 @@ def stored_as(model: Model, convert: Converting) -> Model:
 def _packed_alike(stored: Layer, own: Layer) -> Layer:
     """Return layer `stored` with the `packing` (order of heads, tokens and fields) of `own`.
 
-    Return `stored` unchanged if its dtype determines or does not support the packing.
+    Return `stored` unchanged if its dtype determines the packing, or does not support that of
+    `own`.
     """
     packing = getattr(own.spec, "packing", None)
     if packing not in _OF_BACKENDS:
@@ -199,7 +200,8 @@ def _open_file(path: Path, made: Plan, shared: bool) -> Tier | TierClient:
 def is_store(where: str | Path) -> bool:
     """Return whether an address names an object store.
 
-    Object names in a store include the identity of the model's weights, so keys need not.
+    Object names in a store include the identity of the model's weights, so keys need not include
+    it.
 
     >>> is_store("mooncake://10.0.0.1:50051"), is_store("/var/cache/prefixes.tier")
     (True, False)

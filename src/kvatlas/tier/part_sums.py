@@ -33,7 +33,7 @@ Words = NDArray[np.uint32]
 
 
 class PartSum(NamedTuple):
-    """The contribution of some bytes of a block to its checksum, and the number of these bytes."""
+    """The term that some bytes add to their block's checksum, and the number of these bytes."""
 
     term: int
     nbytes: int
@@ -105,10 +105,10 @@ def _moved(remainders: Words, after: Int64s) -> Words:
 
 @lru_cache(_KEPT)
 def _tables(distances: bytes) -> Words:
-    """Return, for each number in `distances`, the table that appends that number of zero bytes.
+    """Return one lookup table for each distance, which is a number of zero bytes.
 
-    The bytes are appended to the data of a CRC-32 remainder. `distances` contains the bytes of an
-    ascending int64 array.
+    A table appends that many zero bytes to the data of a CRC-32 remainder. `distances` contains the
+    bytes of an ascending int64 array, because arguments of cached functions must be hashable.
     """
     steps = np.diff(np.frombuffer(distances, np.int64), prepend=0).tolist()
     table = _BYTES.astype(np.uint32)
@@ -132,8 +132,8 @@ def _many_zeros(count: int) -> Words:
 def _zeros(power: int) -> Words:
     """Return the lookup table that appends `2 ** power` zero bytes to a CRC-32 remainder.
 
-    It has a row of 256 entries for each of the remainder's 4 bytes. The new remainder is the XOR
-    of the four entries.
+    It has a row of 256 entries for each of the remainder's 4 bytes. Each byte selects an entry of
+    its row, and the new remainder is the XOR of the four selected entries.
     """
     if power:
         half = _zeros(power - 1)

@@ -95,8 +95,8 @@ class PrefixFinder:
     def start_for(self, stored: int, stop: int) -> int:
         """Return the first token to store, if the tier has a prefix of `stored` tokens.
 
-        A request that ends after `stop` tokens also stores the windows of its last token, which
-        may begin before token `stored`, and the states after its last token.
+        A request that ends after `stop` tokens also stores the windows of its last token, and the
+        states after that token. The windows may begin before token `stored`.
         """
         return min(stored, *(int(seen.first(stop)) for seen in self._windows), stop - 1)
 

@@ -1,6 +1,6 @@
 """Map a request's tokens to the blocks of a tier that hold them.
 
-A key identifies one block of tokens of one group of the tier, or a recurrent state. A block need
+A key identifies one block of tokens in one of the tier's groups, or a recurrent state. A block need
 not contain all of its tokens: the last block of a request may be incomplete, and a window may
 begin in the middle of a block. The `Cover` of a block records which tokens it contains.
 """
@@ -121,9 +121,10 @@ class TierSpans:
     ) -> int:
         """Return the largest number of leading tokens, up to `stop`, that every group can serve.
 
-        `stored` returns for each block whether the tier has it; it is called for the blocks of
-        `at_once` possible ends. Blocks that are needed only for tokens before `start` are not
-        looked up. The result is 0 if no number above `start` is possible.
+        `stored` returns for each block whether the tier has it. The possible numbers are tried from
+        the largest to the smallest, `at_once` of them with one call of `stored`. Blocks that are
+        needed only for tokens before `start` are not looked up. The result is 0 if no number above
+        `start` is possible.
         """
         ends: list[int] = [stop, *range((stop - 1) // self.step * self.step, start, -self.step)]
         # Groups that need every token give an upper bound.

@@ -95,7 +95,7 @@ class RowFrame:
     def moved_grid(
         self, grid: Copy, end: End, within: Sequence[tuple[int, int]], to: Int64s | int
     ) -> list[Copy]:
-        """Translate a copy with `Copy.starts` like `moved`, but without expanding it if possible.
+        """Translate a copy like `moved`, but keep its `Copy.starts` if possible.
 
         `within` contains, for each span, its offset in its row and its length. Returns one copy for
         each distinct pair (offset, length). Such a copy is expanded to single runs only if one of

@@ -43,10 +43,10 @@ class RowLookup:
     def kept(
         self, group: int, ends: Sequence[tuple[int, bytes]], deadline: Deadline, *, whole: bool
     ) -> list[bool]:
-        """Return, for each (length, key) in `ends`, whether a group stores the row that ends there.
+        """Return, for each prefix in `ends`, whether a group stores the row that ends with it.
 
-        `length` is a number of leading tokens of a request, and `key` is the key of the last block
-        of these tokens. With `whole`, all objects of the row must exist. Otherwise the first object
+        A prefix of a request is given as (length, key): its number of tokens, and the key of its
+        last block. With `whole`, all objects of the row must exist. Otherwise the first object
         suffices.
         """
         covers = [self._spans.covers_at_end(group, stop) for stop, _ in ends]
@@ -95,7 +95,11 @@ class Asked:
         return [need in self.rows for need in needs]
 
     def _candidates(self, need: NeededBlock) -> list[RowName]:
-        """Return rows that can serve `need`: of the whole block, or of only the needed tokens."""
+        """Return the names of the rows that can serve `need`.
+
+        One row contains the whole block, the other only the needed tokens. For a recurrent state,
+        there is only one such row.
+        """
         if need.key is None:
             return []
         exact = RowName(need.group, need.key, need.cover)

@@ -46,7 +46,7 @@ class RowShare(NamedTuple):
 
 
 class GroupObjects:
-    """The division of one group's rows into objects: the byte ranges of a row in each object."""
+    """The division of one group's rows into objects. An object has some byte ranges of a row."""
 
     def __init__(self, held: list[Ranges], nbytes: int) -> None:
         """Cut rows of `nbytes` bytes. `held` are the byte ranges of each object, without padding.

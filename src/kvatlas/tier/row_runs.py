@@ -117,7 +117,7 @@ class RowRuns:
         return moved
 
     def _together(self, copy: Copy, numbers: list[int]) -> Iterator[list[int]]:
-        """Split row numbers into lists of rows of one group, which are moved together.
+        """Split row numbers into lists. The rows of a list have one group and are moved together.
 
         Large rows are moved one by one, so that more runs can be joined. Copies with several
         starts (see `Copy.starts`) are an exception, because their runs are not joined.

@@ -60,8 +60,8 @@ class RowStoring:
         """Copy rows from the pools and start writing them to the store.
 
         Returns the writes in flight, and the rows for which no staging memory became free. With
-        `paced`, pools are read only as fast as the store accepts rows. A caller that waits for the
-        store anyway thus leaves staging memory and the processor to others.
+        `paced`, pools are read only as fast as the store accepts rows. This leaves staging memory
+        and the processor to others, and does not delay a caller that waits for the store anyway.
         """
         under_way: Puts = {}
         no_room: list[RowName] = []

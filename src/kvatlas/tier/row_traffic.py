@@ -120,9 +120,9 @@ class RowTraffic:
     def why_absent(self, deadline: Deadline) -> str:
         """Return the reason for a miss: "other_LEVEL", or "absent" if all levels match.
 
-        LEVEL is the first of tenant, model, weights, dtype and format in which nothing in the store
-        matches this namespace. "older_format" means that the tenant has objects only in a format
-        that this version does not read.
+        The levels are tenant, model, weights, dtype and format, in this order. LEVEL is the first
+        one at which nothing in the store matches this namespace. "older_format" means that the
+        tenant has objects only in a format that this version does not read.
         """
         if time.monotonic() >= self._marked_until:
             there = list(self._exist(self.names.marks, deadline))
@@ -222,7 +222,7 @@ class RowTraffic:
         return self.calls.start(call)
 
     def give_back_after(self, started: Future[Any], lease: RowLease) -> None:
-        """Give leased staging rows back once `started` has finished, even after a timeout."""
+        """Arrange that leased staging rows are given back once `started` has finished."""
         started.add_done_callback(lambda _: self.staging.give_back(lease))
 
     def _as_many(self, answers: object, asked: Sequence[object]) -> list[object]:

@@ -1,8 +1,8 @@
 """`StagingRows`: host memory for rows in flight between pools and a store.
 
 Rows are leased and returned. A caller that needs more rows than are free waits. A row belongs to
-its lease until it is returned, even if a call of the store timed out and still uses the row. The
-objects of a row are stored one after the other, each after its header.
+its lease until it is returned, even if a call to the store has timed out and still uses the row.
+The objects of a row are stored one after the other, each after its header.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ RowLease = dict[int, list[int]]
 class StagingRows:
     """Staging memory for rows, each with headers for its objects.
 
-    A row is one block of the tier. `nbytes` limits the size of all rows without headers, but each
-    pool has at least two rows.
+    A row is one block of the tier. All rows together have at most `nbytes` bytes, not counting
+    their headers. However, each pool has at least two rows, even if that exceeds the limit.
     """
 
     def __init__(self, cut: RowObjects, nbytes: int) -> None:

@@ -92,8 +92,9 @@ class TierStorage:
 
         Returns the known contributions to block checksums, and a `Delivery` for each
         `NeededBlock.shape`: the byte ranges that the rank writes to such a block. The copies use
-        spans and starts instead of single runs (see `Copy.starts`), except with `carry`, for pools
-        on a GPU if the tier's memory is not pinned, and for short runs into a file.
+        spans and starts instead of single runs (see `Copy.starts`). There are three exceptions:
+        copies with `carry`, copies from a GPU if the tier's memory is not pinned, and short runs
+        into a file.
         """
         rank = about[0]
         offload = None if carry else self.offload_of_sums(plan, rank, pools)

@@ -133,9 +133,9 @@ def collect_garbage(
 ) -> tuple[int, int]:
     """Remove incomplete rows, or all objects of one tenant, of one namespace or in older formats.
 
-    Returns the number of removed objects, and the number of bytes in removed unfinished files of
-    dead writers. A row that is being written now is incomplete and may be removed too; it will be
-    stored again.
+    Unless `tenant`, `namespace` or `older` is given, unfinished files that dead writers left are
+    removed too. Returns the number of removed objects, and the bytes of these files. A row that is
+    being written now is incomplete and may be removed too; it will be stored again.
     """
     if older:
         return sum(store.remove_all(f"{root}/") for root in OLD_ROOTS), 0
@@ -167,8 +167,8 @@ def copy_prefix(
     A row is copied if it ends at a multiple of the row length or at the end of `tokens`, and
     belongs to requests with this salt and LoRA adapter. `tenant` and `namespace` are digests; by
     default, rows of all namespaces are copied. Each object is verified before it is stored. Rows
-    are copied in the order of their tokens, and `progress` is called with the completed share. If
-    `cancelled` returns true, the copy ends after the current object. A later call continues,
+    are copied in the order of their tokens, and `progress` is called with the completed fraction.
+    If `cancelled` returns true, the copy ends after the current object. A later call continues,
     because objects that exist are skipped.
     """
     known = [(tenant, namespace)] if tenant and namespace else sorted(_rows(store))

@@ -262,12 +262,13 @@ class StoreTier(AnyTier):
         whole: bool = False,
         other: bool = False,
     ) -> list[bool]:
-        """Return, for each (length, key) in `ends`, whether a group stores the row that ends there.
+        """Return, for each prefix in `ends`, whether a group stores the row that ends with it.
 
-        `length` is a number of leading tokens of a request, and `key` is the key of the last block
-        of these tokens. Unless `whole` is set, the row may lack objects that other ranks have yet
-        to store. With `other`, search the rows of the other cache dtype: a request is always served
-        from rows of one dtype. If the store fails, the miss is counted and the error raised.
+        A prefix of a request is given as (length, key): its number of tokens, and the key of its
+        last block. Unless `whole` is set, the row may lack objects that other ranks have yet to
+        store. With `other`, only rows of the other cache dtype are searched, because a request is
+        always served from rows of one dtype. If the store fails, the miss is counted and the error
+        raised.
         """
         with self._storage.using():
             deadline = Deadline(self.timeout)
@@ -367,8 +368,8 @@ class StoreTier(AnyTier):
     def _why_absent(self, deadline: Deadline) -> str:
         """Return the reason for a miss: "other_LEVEL", or "absent" if all levels match.
 
-        LEVEL is the first of tenant, model, weights, dtype and format in which nothing in the store
-        matches this tier.
+        The levels are tenant, model, weights, dtype and format, in this order. LEVEL is the first
+        one at which nothing in the store matches this tier.
         """
         reasons = [rows.traffic.why_absent(deadline) for rows in self._rows]
         return "absent" if "absent" in reasons else reasons[0]

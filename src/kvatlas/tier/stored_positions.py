@@ -1,10 +1,10 @@
 """The token positions at which a tier stores windows and recurrent states.
 
 Full attention stores every block, so a later request can continue after any of them. A window or a
-recurrent state serves only the position for which it was stored. The pool has the same policies
-(`kvatlas.pool.checkpoints`): the end of the prompt, the branch points of earlier requests, every k
-tokens. The tier does not record earlier requests. It assumes that a prompt branches off from them
-where the prompt's stored rows of full attention end.
+recurrent state serves only the position for which it was stored. The policies are those of the pool
+(`kvatlas.pool.checkpoints`): to store at the end of the prompt, at the branch points of earlier
+requests, or after every k tokens. The tier does not record earlier requests. It assumes that a
+prompt branches off from an earlier request where the prompt's stored rows of full attention end.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A tier has its own plan: one rank, block-outermost, each block contiguous. Ranks of any plan of the
 same model can store blocks, and ranks of any other plan can fetch them. Keys are opaque bytes. A
-key identifies one block of tokens of one group of the tier's plan, or the recurrent state after
+key identifies one block of tokens in one group of the tier's plan, or the recurrent state after
 some number of tokens.
 """
 
@@ -199,10 +199,10 @@ class Tier(AnyTier):
     def kept_ends(
         self, group: int, ends: Sequence[tuple[int, bytes]], *, whole: bool = False
     ) -> list[bool]:
-        """Return, for each (length, key) in `ends`, whether a group stores the block ending there.
+        """Return, for each prefix in `ends`, whether a group stores the block that ends with it.
 
-        `length` is a number of leading tokens of a request, and `key` is the key of the last block
-        of these tokens.
+        A prefix of a request is given as (length, key): its number of tokens, and the key of its
+        last block.
         """
         del whole  # lookups find only complete blocks
         with self._storage.using():

@@ -71,7 +71,10 @@ class _NotedRequests:
         return len(self._noted)
 
     def add(self, noted: _Noted, *, first: bool = False) -> None:
-        """Add a request to the end or the front of the queue. Drop the oldest beyond the limits."""
+        """Add a request to the end of the queue or, if `first` is true, to its front.
+
+        While the queue exceeds its limits, drop the request at the front.
+        """
         with self._lock:
             (self._noted.appendleft if first else self._noted.append)(noted)
             self._tokens += noted.chain.count

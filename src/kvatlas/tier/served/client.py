@@ -49,8 +49,9 @@ Kind = TypeVar("Kind")
 class TierClient(AnyTier):
     """A tier that another process of the same host and user serves at a path.
 
-    A client is thread-safe. Its pins and unfinished stores are released when it is closed or its
-    process ends. If the server is replaced, the new server's tier must have the same plan.
+    A client is thread-safe. When it is closed or its process ends, its pins are released, and its
+    unfinished store operations end. If the server is replaced, the new server's tier must have the
+    same plan.
     """
 
     def __init__(
@@ -216,10 +217,10 @@ class TierClient(AnyTier):
     def kept_ends(
         self, group: int, ends: Sequence[tuple[int, bytes]], *, whole: bool = False
     ) -> list[bool]:
-        """Return, for each (length, key) in `ends`, whether a group stores the block ending there.
+        """Return, for each prefix in `ends`, whether a group stores the block that ends with it.
 
-        `length` is a number of leading tokens of a request, and `key` is the key of the last block
-        of these tokens. Raises an error if no process serves the tier.
+        A prefix of a request is given as (length, key): its number of tokens, and the key of its
+        last block. Raises an error if no process serves the tier.
         """
         del whole  # lookups find only complete blocks
         found: list[bool] = []
@@ -253,7 +254,7 @@ class TierClient(AnyTier):
         return m.NamesFound(whole=(False,), blocks=0, evicted=0)
 
     def close(self) -> None:
-        """Wait for copies in flight, then release all pins and stores of this client."""
+        """Wait for copies in flight. Then release all pins and end all store operations."""
         with self._lock:
             was, self.closed = self.closed, True
             at, self._attachment = self._attachment, None

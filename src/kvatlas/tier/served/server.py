@@ -1,10 +1,10 @@
 """`TierServer`: serve a tier of this process to other processes of the same user and host.
 
-Only the server has the index. It looks up blocks, assigns blocks for ranks to fill and decides
-when they are complete. The bytes of blocks do not pass through it. The pins and unfinished
-stores of a client belong to its session, and a session to one connection. When the connection
-ends, because the client has closed it or has died, its pins are released and the blocks that it
-was filling are freed.
+Only the server has the index. It looks up blocks, assigns blocks for ranks to fill and decides when
+they are complete. The bytes of blocks do not pass through it. A client's pins and unfinished store
+operations belong to its session, and a session belongs to one connection. The connection ends when
+the client closes it or dies. The server then releases the client's pins, and frees the blocks that
+the client was filling.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _Store:
 
 @dataclass(eq=False)
 class _ClientSession:
-    """The pins and unfinished stores of one client."""
+    """The pins and unfinished store operations of one client."""
 
     open: bool = True
     pins: dict[Key, int] = field(default_factory=dict)
@@ -136,11 +136,12 @@ class TierServer:
             raise
 
     def close(self) -> None:
-        """Stop serving and release the pins and stores of all clients. The tier stays open.
+        """Stop serving, release all clients' pins, and end their store operations.
 
-        A block that a client is reading or filling is freed only when that client has finished.
-        Clients of shared memory have a few seconds to release their blocks and cannot start new
-        calls. Blocks that they do not release stay unused. A call in a forked child has no effect.
+        The tier stays open. A block that a client is reading or filling is freed only when that
+        client has finished. Clients of shared memory have a few seconds to release their blocks and
+        cannot start new calls. Blocks that they do not release stay unused. A call in a forked
+        child has no effect.
         """
         if self._server.process.forked:
             return

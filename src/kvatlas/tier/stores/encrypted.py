@@ -4,9 +4,9 @@
 
 Each tenant has a key. Each object has a key that is derived from its tenant's key and its name. The
 number of objects of a tenant is therefore not limited by random nonces, and no object can take the
-place of another. The version and the name are also authenticated as associated data. Without the
-tenant's key, its objects cannot be read: deleting the key deletes them. Names, sizes and times stay
-visible.
+place of another. The version and the name are also authenticated as associated data. A tenant's
+objects cannot be read without the tenant's key, so deleting the key has the effect of deleting the
+objects. Names, sizes and times stay visible.
 """
 
 from __future__ import annotations

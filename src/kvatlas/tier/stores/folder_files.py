@@ -136,13 +136,13 @@ def write_object(root: Path, path: Path, parts: Parts) -> None:
 
 
 def set_used(file: int | Path) -> None:
-    """Set the time of the last use of a file, with the resolution of the clock."""
+    """Record the current time as a file's last use, with the resolution of the clock."""
     now = time.time_ns()
     os.utime(file, ns=(now, now))
 
 
 def last_use(about: os.stat_result) -> int:
-    """Return the time of the last use of a file, as a positive number that a database can contain.
+    """Return when a file was last used, as a positive number that a database can contain.
 
     Times are in nanoseconds since 1970.
     """

@@ -158,7 +158,7 @@ class FolderSpace:
         return self._remove(database, one), 0
 
     def _last_use(self, name: str) -> int:
-        """Return the time of the last use of an object, or 0 if it does not exist."""
+        """Return the time at which an object was last used, or 0 if it does not exist."""
         try:
             about = (self._root / name).lstat()
         except OSError:

@@ -49,8 +49,8 @@ class MooncakeStore(ObjectStore):
 
     The client contributes `segment` bytes of this host's memory to the store, and uses `buffer`
     bytes for objects outside registered memory. `metrics` is the address of the master's metrics
-    server, which lists the objects. Each object is stored in the memory of up to `replicas` clients
-    that contribute a segment: fewer than requested if there are fewer such clients.
+    server, which lists the objects. Each object is stored in the memory of `replicas` clients that
+    contribute a segment, or of all such clients if there are fewer.
     """
 
     removes_by_prefix: ClassVar[bool] = False

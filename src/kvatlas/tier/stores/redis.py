@@ -1,6 +1,6 @@
 """`RedisStore`: objects in Redis or Valkey.
 
-All objects of one key of the tier are fields of one hash in Redis. An object's name consists of
+The objects of a tier's key are fields of one Redis hash. An object's name consists of
 words separated by slashes. The first four words are equal for all objects of a key, and are the
 name of the hash. Redis therefore evicts whole rows, and removing a key is one command. Configure
 `maxmemory` and a policy such as `allkeys-lru` in the server.

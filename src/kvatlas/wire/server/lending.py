@@ -1,8 +1,8 @@
 """Lend staging buffers to peers in fair shares, and reclaim them from peers without progress.
 
 A lease borrows all its buffers at once. If several peers wait, the peer with the fewest buffers is
-served first. Among peers with equally few, the peer that asked first is served first. A single peer
-may use all buffers.
+served first. Among peers with the same number of buffers, the one that asked first is served first.
+A single peer may use all buffers.
 
 While a peer waits, buffers are reclaimed from a lease that is *overdue*: its peer has been silent,
 has not used the buffers, or moves no bytes (`_is_overdue`). If no lease is overdue and the waiting

@@ -46,8 +46,8 @@ class Node(OfferingNode):
     With a `secret` of 16 bytes or more, only peers with the same secret can connect, and the side
     channel is encrypted. Pass `(new, old)` to accept both during a rotation, or `tls` to use TLS
     contexts instead of secrets. Without either, the node and its transport listen only on this
-    host, unless `unprotected` is set. `unprotected` is also needed for a transport between hosts
-    that does not authenticate its peers, such as Mooncake.
+    host, unless `unprotected` is set. `unprotected` is also needed for a transport, such as
+    Mooncake, that connects hosts but does not authenticate peers.
 
     All holders of one secret can use any name. To bind names to keys, pass `peers`, which maps each
     name to a `PeerAccess`: the peer's secret, and what it may do. With `tls`, the name of a peer

@@ -28,8 +28,9 @@ def describe(
 ) -> tuple[Rows, Indices]:
     """Return (strided rows, index of each run among the positions of all rows) for `copies`.
 
-    If `source` is true, `regions` are the source's and the source runs are described, otherwise the
-    destination's. A row with count n has n positions.
+    If `source` is true, the result describes the source of `copies`, and `regions` are the regions
+    of the source. If it is false, both are those of the destination. A row with count n has n
+    positions.
 
     >>> at = np.array([128, 0, 192, 40])
     >>> copy = Copy(0, 0, at, at, np.array([64, 64, 64, 8]))

@@ -1,7 +1,7 @@
 """Find transports by name: transports of kvatlas and of other installed packages.
 
-A package adds a transport with an entry point in the group `kvatlas.transports`, which names a
-subclass of `Transport`:
+A package adds a transport with an entry point in the group `kvatlas.transports`. The entry point
+names a subclass of `Transport`:
 
 ```toml
 [project.entry-points."kvatlas.transports"]

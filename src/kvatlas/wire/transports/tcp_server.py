@@ -3,8 +3,8 @@
 With a secret, a connection begins with a TLS handshake. The peer then answers a challenge with the
 token from the published metadata, and sends the id of its session. After that the peer requests
 runs of a region, by offset and length, each time with the key of a lease. If the node allows the
-read, the peer receives the bytes in order, otherwise an error. Any other input ends the connection.
-Writes are not supported.
+read, the peer receives the bytes in order. If not, it receives an error. Any other input ends the
+connection. Writes are not supported.
 
 If a peer dies or stops, only its connection ends.
 """
