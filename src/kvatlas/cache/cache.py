@@ -281,7 +281,7 @@ def allocate(plan: Plan, *, rank: int = 0, device: Any = "cpu") -> Cache:
 def bind(buffers: Mapping[int, Any] | Any, plan: Plan, *, rank: int = 0) -> Cache:
     """Return a cache of views into existing memory: a tensor, a mapped file or shared memory.
 
-    `buffers` maps each pool index to its bytes: a torch tensor or any object with a writable
+    `buffers` maps each pool index to the pool's bytes: a torch tensor or any object with a writable
     buffer. For a plan with one pool, `buffers` may also be the bytes of that pool. The caller
     keeps ownership of the memory.
 

@@ -1,10 +1,10 @@
 """Copy runs of contiguous bytes between two addresses of one device.
 
 A start is a pair of offsets, one at the source and one at the target. A span is such a pair and a
-length. One run is copied for every pair of a start and a span. At the source and at the target, a
-run begins at the sum of the offsets of its start and its span. Starts are known before a request
-and stay on the device. Spans come with each request and are few. The memory may belong to another
-process, so the functions of this module take addresses instead of tensors.
+length. One run is copied for every combination of a start and a span. At the source and at the
+target, a run begins at the sum of the offsets of its start and its span. Starts are known before a
+request and stay on the device. Spans come with each request and are few. The memory may belong to
+another process, so the functions of this module take addresses instead of tensors.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def copy_address_runs(
     place: Callable[[Offsets], torch.Tensor] | None = None,
     **choice: Any,
 ) -> None:
-    """Copy one run for every pair of a start and a span, on `stream` or on the current stream.
+    """Copy one run per combination of a start and a span, on `stream` or on the current stream.
 
     A run begins at the sum of the offsets of its start and its span. `spans` are (source offsets,
     target offsets, lengths), in bytes. `programs` limits the number of Triton programs; 0 means no

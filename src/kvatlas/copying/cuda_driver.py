@@ -103,7 +103,8 @@ class CudaDriver(ABC):
     def recorder(self, device: int, stream: int) -> Callable[[int], None]:
         """Return a function that records an event on `stream`.
 
-        The event completes after the work queued on the caller's current stream.
+        The event completes once the work that precedes the call of this function on the caller's
+        current stream has completed.
         """
 
     @abstractmethod

@@ -7,8 +7,9 @@ that were launched before the mark.
 A few events are reused in rotation. Events are recorded in order, so waiting for a reused event
 also waits for the work before its earlier mark. If the oldest event has completed, its completion
 is published, and the event is reused for the next mark. If the oldest event is still pending, the
-latest event is recorded again instead. Without the publication, other processes might never see
-that an event of a device with a long backlog completed.
+latest event is recorded again instead. Other processes cannot rely on the events alone: on a device
+with a long backlog, a reused event is pending again before they see that it completed. They
+therefore also read the published marks.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ Tables = Mapping[int, BlockIds]
 
 
 class AddressRuns(NamedTuple):
-    """Runs between two addresses: one run for each pair of a start and a span.
+    """Runs between two addresses: one run for each combination of a start and a span.
 
     At the source and at the target, a run begins at address + start offset + span offset.
     """

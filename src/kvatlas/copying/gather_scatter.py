@@ -58,7 +58,7 @@ def _stream_places(length: Int64s, first: int) -> Places:
 def checksums(
     copies: Sequence[Copy], pools: Mapping[int, Bytes], piece: int, *, source: bool
 ) -> Int64s:
-    """Return the CRC-32 of each piece of `piece` bytes of the stream of `copies`.
+    """Divide the stream of `copies` into pieces of `piece` bytes; return the CRC-32 of each.
 
     The stream is the concatenation of the runs. If `source` is true, `pools` are the source's
     pools, otherwise the destination's.

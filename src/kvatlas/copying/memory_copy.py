@@ -206,8 +206,8 @@ def _of_one_length(
 def _grid(source: Bytes, starts: Int64s, size: int) -> tuple[NDArray[Any], Int64s] | None:
     """Return (`source` as an array of `size`-byte elements, index of each run's element).
 
-    Return None unless all distances between starts are multiples of `size`. `numpy.take` gathers
-    adjacent elements without a temporary copy; it does not support overlapping elements.
+    Return None unless all distances between starts are multiples of `size`. The elements do not
+    overlap, so `numpy.take` can gather them without a temporary copy.
     """
     first = int(starts.min())
     places, phases = np.divmod(starts - first, size)

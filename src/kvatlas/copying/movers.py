@@ -52,7 +52,7 @@ class PoolMover(ABC):
 
     @abstractmethod
     def checksums(self, copies: Sequence[Copy], piece: int, *, source: bool) -> Int64s:
-        """Return the CRC-32 of each piece of `piece` bytes of the stream of `copies`.
+        """Divide the stream of `copies` into pieces of `piece` bytes; return the CRC-32 of each.
 
         The stream is the concatenation of the runs. If `source` is true, this node is the source of
         `copies`, otherwise the destination.
@@ -131,11 +131,17 @@ class GpuMover(PoolMover):
         torch.cuda.current_stream(self._device).synchronize()
 
     def gather(self, copies: Sequence[Copy], stream: Any) -> None:
-        """Gather with a kernel. If `stream` is on the host, copy the gathered bytes to it."""
+        """Gather into `stream` with a kernel.
+
+        If `stream` is a buffer on the host, gather into GPU memory, then copy to the host.
+        """
         self._count(stream, self._through(copies, self._memory, stream, out=True))
 
     def scatter(self, copies: Sequence[Copy], stream: Any) -> int:
-        """Scatter with a kernel. If `stream` is on the host, copy it to the GPU first."""
+        """Scatter `stream` with a kernel.
+
+        If `stream` is a buffer on the host, copy its content to GPU memory first.
+        """
         return self._count(stream, self._through(copies, self._memory, stream, out=False))
 
     def rehearsal(self, copies: Sequence[Copy], stream: Any, nbytes: int) -> Callable[[], None]:

@@ -107,5 +107,5 @@ def _copy_grid(copy: Copy, source: Bytes, target: Bytes) -> None:
 
 @lru_cache(maxsize=64)
 def _nested(starts: Starts) -> NestedSteps:
-    """Return starts as nested strides. The result is cached for other requests of a route."""
+    """Return starts as nested strides. All requests of a route use the same cached result."""
     return NestedSteps.of(starts.source, starts.destination)

@@ -1,8 +1,8 @@
 """Copy pieces of streams into and out of pools, and convert them if the route converts.
 
 The source gathers a piece from its pools, and the destination scatters it into the destination's
-pools. If the route converts, each piece is converted where its format is larger, at the source or
-at the destination, so the smaller format is sent.
+pools. If the route converts, pieces are sent in the smaller of the two formats: the source converts
+them before they are sent if its format is larger; otherwise, the destination converts them.
 """
 
 from __future__ import annotations

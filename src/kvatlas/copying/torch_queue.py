@@ -295,8 +295,8 @@ class TorchQueue(DeviceQueue):
     def scales(self, starts: tuple[Int64s, Int64s], which: Int64s | None, cast: ElementCast) -> Any:
         """Return the scales of `cast` in device memory, for starts that `placed` returned.
 
-        Start i has the scale with index `which[i]`, or 0 if `which` is None. The scales are cached
-        with the starts.
+        Start i has the scale with index `which[i]`, or with index 0 if `which` is None. The scales
+        are cached with the starts.
         """
         from kvatlas.kernels.cast_scales import place_scales
 

@@ -1,8 +1,8 @@
 """Arrays of addresses, computed with numpy.
 
 A placement stays symbolic until a caller needs an address for every run or block. These
-functions compute the addresses. Where callers do not fix the order, addresses ascend, because
-transports and prefetchers are then fastest.
+functions compute the addresses. Unless the caller fixes their order, addresses ascend, because
+transports and prefetchers are fastest with ascending addresses.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def refuse_too_many(count: int, what: str) -> None:
 
 
 def outer_sum(parts: Sequence[Int64s], offset: int = 0) -> Int64s:
-    """Return all sums of `offset` and one entry of each array in `parts`.
+    """Return every sum of `offset` and one entry from each array in `parts`.
 
     The entry of the first array varies slowest.
 
@@ -151,7 +151,7 @@ def fill_descriptors(
     """Return descriptors: rows (address, length, device).
 
     `parts` are arrays of byte offsets. There is one row for each combination of a start and one
-    entry of each array in `parts`. The address of the row is the sum of `base`, the start and
+    entry from each array in `parts`. The address of the row is the sum of `base`, the start and
     these entries. A row with start `starts[i]` has the length `lengths[i]`.
     Starts vary fastest, the first part slowest. The rows of the last parts are computed once as
     a template that fits in the CPU cache. All other rows are the template plus a constant.

@@ -1,9 +1,9 @@
 """The bytes of one block, divided into bytes that pages use and bytes that nothing uses.
 
 A pool is divided into cells of one size, and cell i belongs to block i % blocks. With blocks
-outermost, a block has one cell; with layers outermost, it has one for each page. Bytes of a cell
-that are in no page are padding at the end of pages, alignment of the block, or the place of a page
-that the block's group does not have. They belong to the block, and to no other.
+outermost, a block has one cell; with layers outermost, it has one for each page. A cell may have
+bytes that are in no page: padding after a page, padding that aligns the block, or space for a page
+that the block's group does not have. Like the rest of the cell, they belong to this block only.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class UnusedBytes(NamedTuple):
     """A range of bytes of a block that nothing uses.
 
     A block consists of equal cells (parts of the pool, not the cells of a page). `cell` is the
-    index of a cell in the block, and `start` is the offset of the range in the cell. The range
-    follows a run of page `page`, or precedes it if the page is the first of the cell. `inside` is
-    true if the range is between two runs, and not at an end of the cell.
+    index of a cell in the block, and `start` is the offset of the range in the cell. `page` is the
+    page directly before the range, or directly after it if the range is at the start of the cell.
+    `inside` is true if the range is between two runs, and not at an end of the cell.
     """
 
     cell: int
@@ -108,7 +108,7 @@ class BlockImage(NamedTuple):
         return found
 
     def offset(self, unused: UnusedBytes, blocks: int) -> int:
-        """Return the offset of unused bytes of block 0 in a pool with `blocks` blocks."""
+        """Return where `unused` begins for block 0, as an offset in a pool of `blocks` blocks."""
         return unused.cell * blocks * self.size + unused.start
 
     @property

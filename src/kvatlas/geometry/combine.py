@@ -1,4 +1,4 @@
-"""Operations on several placements: stack, append, and fold axes of the two ends of a copy."""
+"""Operations on several placements, such as the source and the destination of a copy."""
 
 from __future__ import annotations
 
@@ -59,8 +59,9 @@ def append(first: Placement, second: Placement, *, axis: str) -> Placement:
 def tile_alike(source: Placement, destination: Placement) -> tuple[Placement, Placement]:
     """Return both placements with equal tiles: if only one is tiled, the other one is split.
 
-    A tiled placement has an axis C, which counts tiles, and an axis c inside a tile. If both are
-    tiled and one tile is a multiple of the other, an axis d counts the small tiles of a large tile.
+    A tiled placement has an axis C, which counts tiles, and an axis c inside a tile. If both
+    placements are tiled, and one tile size is a multiple of the other, the results have a further
+    axis d, which counts the small tiles in a large tile.
 
     >>> row, tiles = Placement.packed([("C", 8)]), Placement.packed([("C", 2), ("c", 4)])
     >>> tile_alike(row, tiles) == tile_alike(tiles, row) == (tiles, tiles)
@@ -82,7 +83,7 @@ def tile_alike(source: Placement, destination: Placement) -> tuple[Placement, Pl
 
 
 def fold_beside(*ends: Placement, axis: str) -> tuple[Placement, ...]:
-    """Fold all axes except `axis` that are contiguous in both the source and the destination.
+    """Keep `axis`, and fold other axes that are contiguous in both source and destination.
 
     `ends` are the placements of the source and the destination. Since `axis` remains, the copy can
     select coordinates of it. Source and destination may have different sizes along `axis`, so that

@@ -6,7 +6,7 @@ of a row of elements, and the number that a bit pattern represents. `DType` hold
 facts. Quantisers are tested against its `decode` and `encode`, so both are implemented
 here and do not rely on another library.
 
-There are four kinds: `float` (sign, exponent, mantissa), `int` (two's complement),
+A type is of one of four kinds: `float` (sign, exponent, mantissa), `int` (two's complement),
 `uint` (a plain code or raw byte) and `exponent` (ue8m0: a power of two without sign or
 mantissa).
 """

@@ -55,8 +55,8 @@ class Section:
 
     A unit, such as a head, is never divided.
 
-    If `shared` is true, units are replicated when there are more ranks than units; otherwise more
-    ranks than units raise an error.
+    If there are more ranks than units, units are replicated if `shared` is true; if it is false, an
+    error is raised.
 
     >>> Section(units=4, rows=128).deal(tp=2, rank=1)  # first unit, number of units
     (2, 2)
@@ -187,9 +187,10 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class FieldAxis:
-    """One axis of a field: consecutive coordinates are `step` apart along a page axis.
+    """One axis of a field. It runs along one axis of the page, in regular steps.
 
-    `along` is the page axis: H counts heads, N counts states, and C counts bytes of a cell.
+    `along` is the page axis: H counts heads, N counts states, and C counts bytes of a cell. `step`
+    is the distance between consecutive coordinates, in the same unit.
 
     >>> FieldAxis("C", 128, "C", 2)  # 128 contiguous elements of 2 bytes
     FieldAxis(name='C', size=128, along='C', step=2)

@@ -96,8 +96,9 @@ class Layout:
     def place(
         self, *, offset: int = 0, strides: dict[str, int] | None = None, **sizes: Any
     ) -> Placement:
-        """Return a placement with the given axis sizes in this order. The size of C is in bytes.
+        """Return a placement with the given axis sizes and the memory order of this layout.
 
+        The size of C is in bytes.
         `strides` fixes the byte stride of some axes, for example for blocks that are padded
         to an alignment or pages inside a larger buffer.
 

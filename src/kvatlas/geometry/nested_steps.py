@@ -14,7 +14,7 @@ from kvatlas.geometry.address_arrays import Int64s, outer_sum
 
 
 class Steps(NamedTuple):
-    """One axis of a regular grid of offsets: `times` offsets at a constant distance.
+    """One axis of a regular grid of offsets. It has `times` offsets at a constant distance.
 
     Consecutive offsets are `source` bytes apart in the source, and `destination` bytes apart in
     the destination.

@@ -161,8 +161,8 @@ class Page:
     def view(self, placement: Placement, name: str) -> Placement:
         """Return the placement of one field: the page and block axes, then the field's axes.
 
-        `placement` is a result of `place`, which may be narrowed, selected or split along
-        pages and blocks.
+        `placement` must come from `place`. The caller may have narrowed, selected or split it
+        along pages and blocks.
         """
         field = self.field(name)
         cells = self._cells

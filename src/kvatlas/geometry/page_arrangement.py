@@ -108,7 +108,7 @@ def pack_positions(
     blocks: int,
     width: int,
 ) -> list[tuple[int, PoolPosition]]:
-    """Return (number of pages, position) of each region that stores some of `count` small pages.
+    """Return where `count` small pages are stored: (number of small pages, position) per region.
 
     The small pages are stored in larger shared pages, `pack` of them in each. `shared` is the
     position of the shared pages. In layouts that start with B, all small pages are in one region,

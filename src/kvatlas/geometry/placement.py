@@ -373,9 +373,9 @@ def packed_steps(axes: Sequence[tuple[str, int]], item: int, fixed: Mapping[str,
 def fold_together(*ends: Placement) -> tuple[Placement, ...]:
     """Fold the axes that are contiguous at both ends of a copy.
 
-    `ends` are the placements of the source and the destination. The results have the same axes, in
-    the order of the first placement from outermost to innermost. Each item of a result is one run
-    of the copy.
+    `ends` are the placements of the source and the destination. The results have the same axes,
+    sorted from outermost to innermost in the first placement. Each item of a result is one run of
+    the copy.
 
     >>> a = Placement.packed([("B", 9), ("N", 4), ("C", 8)])
     >>> b = Placement.packed([("B", 9), ("N", 4), ("C", 8)], strides={"B": 64})

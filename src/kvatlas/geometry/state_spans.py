@@ -30,8 +30,9 @@ class StateBlocks(NamedTuple):
     """The division of a request's states over the blocks of the source or the destination.
 
     A kernel block has `states` states, and a block has `split` kernel blocks. The source or the
-    destination holds every `every`-th state of the request, starting with state `residue`. If
-    `ring` is true, all states share the first block, and later states overwrite earlier ones.
+    destination holds the states `residue`, `residue + every`, `residue + 2 * every` and so on of
+    the request. If `ring` is true, all states share the first block, and later states overwrite
+    earlier ones.
 
     >>> StateBlocks(16, every=2).overlaps(StateBlocks(16, every=4, residue=2))
     True

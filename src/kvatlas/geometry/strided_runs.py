@@ -178,7 +178,7 @@ def fold_states(
     """Extend each family of runs to `states` consecutive states, and merge adjacent families.
 
     The state axis becomes part of the item, or an ordinary axis if states are not contiguous.
-    `others` are families to merge that have no state axis.
+    `others` are families without a state axis, which are only merged.
 
     >>> page = Placement.packed([("B", 9), ("H", 4), ("N", 16), ("C", 8)])
     >>> [runs.item for runs in fold_states([StridedRuns.between(page, page)], 16)]

@@ -109,5 +109,5 @@ def to_mxfp4(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def from_blocks(values: torch.Tensor, scales: torch.Tensor, block: int) -> torch.Tensor:
-    """Multiply each element by the scale of its block of `block` elements."""
+    """Multiply each element by the scale of its block; a block has `block` elements."""
     return (bits.split(values, -1, block) * scales.unsqueeze(-1)).flatten(-2)

@@ -146,7 +146,10 @@ def attend_latent(
 
 
 def check_indices(layer: LayerCache, q: torch.Tensor, indices: torch.Tensor) -> None:
-    """Raise an error unless `indices` has a row for each query, and queries see all tokens."""
+    """Raise an error if sparse attention is impossible with this layer or these `indices`.
+
+    Queries must see all tokens before them, and `indices` must have a row for each query.
+    """
     if layer.spec.visibility != Visibility():
         problem = "Selected tokens require a layer in which a query sees all tokens before it"
         hint = "Omit `indices`: the spec of this layer determines the visible tokens"

@@ -18,10 +18,10 @@ elements that share its scale.
 | `nvfp4` | an e4m3 scale for 16 elements, and one scale for the tensor | a / 4 |
 | `turboquant_*` | the row's norm after a rotation; V's range | see `docs/explanation/caches.md` |
 
-Values that are not finite: `auto` keeps them. fp8 with one scale saturates infinities and keeps
+Some values may not be finite. `auto` keeps them. fp8 with one scale saturates infinities and keeps
 NaN. Formats that compute a scale return NaN for all elements with this scale. An invalid row thus
-never turns into valid numbers. Scales per token and head are at least 1e-6, so rows smaller than
-that become zero, as they do in vLLM.
+never turns into valid numbers. Scales per token and head are at least 1e-6, so elements far below
+1e-6 become zero, as they do in vLLM.
 """
 
 from __future__ import annotations

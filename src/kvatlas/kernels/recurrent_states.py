@@ -2,7 +2,7 @@
 
 A plan may split a state by heads into parts, each on a separate page or in a separate group. Pass
 all parts together (`Cache.parts`). Callers still pass and receive one tensor per state; each part
-stores a range of its rows.
+stores a range of the tensor's rows.
 """
 
 from __future__ import annotations

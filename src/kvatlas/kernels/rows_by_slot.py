@@ -92,7 +92,7 @@ def kept_slots(slots: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def write_fields(layer: LayerCache, slots: Slots, fields: Mapping[str, torch.Tensor]) -> None:
-    """Write rows [T, ...] of each field; row i is written to slot number i of `slots`."""
+    """Write rows [T, ...] of each field; row i is written to the i-th of `slots`."""
     for name, values in fields.items():
         pages = _by_row(layer, name)
         pages, rows = _in_words(pages, _tiled_like(pages, values.to(pages.dtype)))
@@ -103,7 +103,7 @@ def write_fields(layer: LayerCache, slots: Slots, fields: Mapping[str, torch.Ten
 
 
 def read_fields(layer: LayerCache, slots: Slots) -> dict[str, torch.Tensor]:
-    """Return rows [T, ...] of every field, by field name; row i is read from slot number i."""
+    """Return rows [T, ...] of every field, by field name; row i is read from the i-th slot."""
     names = [field.name for field in layer.page.fields if not field.padding]
     return {name: read_field(layer, name, slots) for name in names}
 

@@ -10,7 +10,7 @@ from kvatlas.specs import Attention
 
 
 def check_block(layer: LayerCache, block: int) -> None:
-    """Raise an error unless the layer has the block size of the tables, `block` tokens."""
+    """Raise an error unless `block`, the block size of the tables, is that of the layer."""
     if layer.block_states != block:
         raise AtlasError(
             Code.CONTRADICTORY,

@@ -35,7 +35,7 @@ def write_latent(
     *,
     kv_scale: float = 1.0,
 ) -> None:
-    """Write latents [n, latent] and rotary parts [n, rope] to n slots.
+    """Write latents [n, latent] and rotary parts [n, rope] to `slots`, one row to each slot.
 
     Negative slots are skipped. `kv_scale` is the per-tensor scale of plain fp8.
     """

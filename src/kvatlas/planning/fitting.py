@@ -130,7 +130,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return alike and self.kv_dtype == other.kv_dtype
 
     def reason_against(self, other: Fit) -> str:
-        """Return why `other`, which does not serve more users, is not better than this fit."""
+        """Return why this fit is preferred to `other`, which serves at most as many users."""
         if self.users() == other.users():
             for name, what in _PREFERENCES.items():
                 mine, others = getattr(self.topology, name), getattr(other.topology, name)

@@ -56,7 +56,7 @@ def packed(hybrid: Hybrid, pack: int) -> PlanDraft:
 
 
 def packed_to_run(hybrid: Hybrid, pack: int) -> PlanDraft:
-    """Return a draft that vLLM can run, with one recurrent state per `pack` attention layers.
+    """Return a draft that vLLM can run, with `pack` attention layers to each recurrent state.
 
     Two block sizes are tried: one at which `pack` attention layers take at least the bytes of a
     state, and one at which they take fewer. The result is the draft that fits more requests of
@@ -83,8 +83,8 @@ def packed_to_run(hybrid: Hybrid, pack: int) -> PlanDraft:
 def _whole_states(hybrid: Hybrid, pack: int, block: int) -> PlanDraft:
     """Return a draft with blocks of `block` tokens, in which states are not split.
 
-    All attention layers form one group. A block of states has one state per `pack` attention
-    layers.
+    All attention layers form one group. The number of recurrent states in a block is the number of
+    attention layers divided by `pack`, rounded up.
     """
     attention, states = hybrid.attention, hybrid.states
     each = ceil_div(len(attention), pack)

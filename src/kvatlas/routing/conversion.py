@@ -166,10 +166,11 @@ def parse_conversion(convert: object) -> Pairs:
 
 
 def unlike_formats(one: Spec, two: Spec) -> dict[str, tuple[str, str]]:
-    """Return (format of `one`, format of `two`) for each part of a layer whose formats differ.
+    """Return the parts of a layer for which two specs have different formats.
 
-    The parts are `rows` for attention, or the names of recurrent states. If all formats are
-    equal, all parts are returned, because the specs then differ in other settings.
+    Each part is mapped to (its format in `one`, its format in `two`). The parts are `rows` for
+    attention, or the names of recurrent states. Callers pass specs that require a conversion. If
+    such specs have equal formats, they differ in another setting, so all parts are returned.
     """
     source, destination = content_formats(one), content_formats(two)
     parts = {part: (source[part], destination[part]) for part in source}

@@ -121,7 +121,7 @@ class _Prices:
         return first, place.astype(np.int64)
 
     def solve(self, rounds: int) -> float:
-        """Return the lowest bound that `rounds` updates of the prices find."""
+        """Update the prices at most `rounds` times, and return the lowest bound found."""
         price = best_price = np.full(self.room.shape, self._constant_price())
         best, left = self.evaluate(price)
         hope, idle, direction = 0.1 * best, 0, left

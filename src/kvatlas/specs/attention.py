@@ -11,8 +11,8 @@ therefore defines the page, and each spec adds one or two parameters.
 - `cells`: K, then V in each cell, as most backends expect;
 - `head_groups`: K in the first half of the heads, V in the second
   (FlashInfer's fp8 and nvfp4);
-- `planes`: the page has two heads, one with K and one with V of all heads (two-plane
-  backends);
+- `planes`: the page has two heads; the first holds K of all heads, the second V of all heads
+  (two-plane backends);
 - `tiled_planes`: planes with K as [H, D/x, N, x] of 16-byte tiles and V as [H, D, N]
   (ROCm's paged attention);
 - `transposed`: K as [D, N], then V as [N, D] in each head (vLLM's CPU attention).

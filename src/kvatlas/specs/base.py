@@ -61,7 +61,10 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_u
         return self.page(block, tp=tp).nbytes
 
     def replicas(self, tp: int) -> int:
-        """Return how many of `tp` ranks hold the same rows; the smallest count if fields differ."""
+        """Return how many of `tp` ranks hold the same rows.
+
+        If this number differs between fields, return the smallest number.
+        """
         page = self._smallest_page(tp=tp)
         return min(field.sharding.replicas(tp) for field in page.fields if not field.padding)
 

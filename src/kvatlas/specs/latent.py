@@ -1,4 +1,4 @@
-"""Specs of latent attention (MLA), and of the smaller caches of such layers.
+"""Specs of latent attention (MLA), and of the other, smaller caches that its layers may have.
 
 For each state, MLA caches one row for all heads: a compressed part (the latent) and a rotary part.
 There are no KV heads, so every TP rank holds the whole row. Sparse models also cache the keys of an
@@ -8,8 +8,8 @@ the running states of the compressor are in separate caches.
 `cache` is `auto` (the model's dtype), `fp8` (one scale for the tensor), or one of the
 formats for sparse kernels, `fp8_ds_mla` and `nvfp4_ds_mla`, whose bytes depend on the
 `version` of the model. V3 formats store scales in the cell. V4 formats store all rows of a
-page first and then all scales, so two concatenated pages are not a valid page of twice as
-many states.
+page first and then all scales, so two concatenated pages are not a valid page with
+twice as many states.
 """
 
 from __future__ import annotations

@@ -1,8 +1,14 @@
 """Read runs from the blocks of a tier's file into memory with few system calls.
 
-Long runs are read one by one. Runs that are contiguous in memory are copied hundreds at a time,
-wherever they are in the file. The rest is read in file order: contiguous ranges of the file are
-read into a staging buffer and scattered from there, or scattered directly by the read call.
+The mean lengths of the runs, and of the contiguous ranges that the runs form, determine the method.
+The first of these cases that applies is used:
+
+1. Long runs are read one by one.
+2. If the runs form long ranges in memory and the file is mapped, one system call copies hundreds of
+   runs out of the mapping.
+3. Runs of medium length are read with vectored calls.
+4. If the runs form long ranges in the file, vectored calls read and scatter each range.
+5. Other runs are read in file order, in pieces. Most pieces pass through a staging buffer.
 """
 
 from __future__ import annotations

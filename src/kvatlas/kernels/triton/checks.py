@@ -17,7 +17,7 @@ def debugging() -> bool:
 
 
 def same_device(device: torch.device, **tensors: torch.Tensor | None) -> torch.device:
-    """Return `device`; raise an error if any of the tensors that are not None is elsewhere."""
+    """Return `device`; raise an error if a tensor is on another device. None is ignored."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
             raise AtlasError(

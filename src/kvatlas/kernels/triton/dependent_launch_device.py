@@ -6,8 +6,9 @@ idle time between two kernels.
 
 Every kernel that is launched this way (`tune.dependent_launch`) waits before its first memory
 access, and external kernels must do the same. The only exception is `merge`, which reads the
-schedule before it waits. The schedule is complete by then, because the kernel before `merge`
-either waits itself or is not launched early.
+schedule before it waits for the decode kernel. An earlier kernel (`count_tiles` or `select`) writes
+the schedule. The schedule is complete when `merge` starts, because `merge` is launched after the
+decode kernel, which itself either waits for the earlier kernel or is not launched early.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def write_latent(
     kv_scale: float = 1.0,
     **choice: Any,
 ) -> None:
-    """Write latents [n, latent] and rotary parts [n, rope] to n `slots`."""
+    """Write latents [n, latent] and rotary parts [n, rope] to `slots`, one row to each slot."""
     layer.spec_as(LatentAttention)
     checks.rows_of(latent, "latent", (None, None))
     checks.rows_of(rope, "rope", (None, None))

@@ -258,7 +258,7 @@ def range_of_pairs(words):
 def nan_unless_finite(values, span):
     """Return `values`, but NaN where `span` is not finite.
 
-    `span` is the range or the largest magnitude of each row, from which `values` were computed.
+    `values` were computed from `span`, which is the range or the largest magnitude of each row.
     """
     return tl.where(span < float("inf"), values, float("nan"))
 
@@ -332,7 +332,7 @@ def quotient_or_nan(values, divisor, PTX: tl.constexpr):
 
 @triton.jit
 def least(COUNT: tl.constexpr):
-    """Return `COUNT` times the smallest positive float32; its bit pattern is `COUNT`."""
+    """Return `COUNT` times the smallest positive float32: the float with bit pattern `COUNT`."""
     return tl.full([], COUNT, tl.int32).to(tl.float32, bitcast=True)
 
 
@@ -343,10 +343,13 @@ def e2m1_sizes(values, divisor, PTX: tl.constexpr):
     The codes are 0 to 7, without the sign bit. A result may be above 7, for example if an overflow
     gives NaN; the caller must clamp it to 7.
 
-    The e2m1 numbers are equally spaced up to 2, from 2 to 4, and above 4. Each spacing is twice the
-    one before, so a code is the minimum of three linear functions. All terms are scaled to
-    denormals: rounding then gives an integer multiple of the smallest float32, and the bit pattern
-    is that integer.
+    Let x be |values / divisor|. The spacing of e2m1 numbers is 0.5 up to 2, then 1 up to 4, then 2.
+    The code, before it is rounded, is therefore 2 * x up to 2, then x + 2 up to 4, then x / 2 + 4.
+    Everywhere, the correct one of these three terms is the smallest.
+
+    All three terms are computed as multiples of the smallest positive float32. Numbers that small
+    are rounded to a whole multiple by the hardware, and their bit pattern is the number of
+    multiples: the code.
     """
     half = tl.abs(quotient_or_nan(values, 2.0 * divisor, PTX))
     code = tl.minimum(half * least(4), tl.fma(half, least(2), least(2)))
@@ -365,9 +368,10 @@ def to_e2m1(values, divisor, PTX: tl.constexpr):
 def e2m1_words(values, divisor):
     """Pack the e2m1 codes of values / divisor into words of eight codes.
 
-    `values` is [rows, parts, blocks, 8], and the words are [rows, parts, blocks]. Codes without
-    sign are packed as signed 4-bit numbers, which clamps them to 7. The bit patterns of the values
-    are packed the same way, which keeps their sign bits.
+    `values` is [rows, parts, blocks, 8], and the words are [rows, parts, blocks]. A code has a sign
+    bit and a size of 3 bits. The sizes are packed with an instruction for signed 4-bit numbers,
+    which clamps them to 7. The signs are packed with the same instruction: clamping the bit
+    pattern of a value to 4 bits keeps its sign bit.
     """
     ROWS: tl.constexpr = values.shape[0]
     PARTS: tl.constexpr = values.shape[1]

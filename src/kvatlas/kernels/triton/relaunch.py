@@ -53,8 +53,8 @@ def launch(
 ) -> None:
     """Launch a kernel, compiled by Triton the first time and then cached in `compiled`.
 
-    `constants` are in the order of the kernel's parameters, after its arguments. Within one
-    `compiled`, a kernel must always have the same constants and options. `options` are Triton's
+    `constants` are in the order of the kernel's parameters, after its arguments. A kernel that
+    is cached in `compiled` must always have the same constants and options. `options` are Triton's
     launch options, and may repeat constants.
     """
     known = compiled.get(kernel.__name__)

@@ -1,7 +1,8 @@
 """Device code that copies runs: contiguous ranges of bytes or elements.
 
 The runs are given by two short tables, starts and spans (see `address_runs`). There is one run for
-every pair of a start and a span. The offset of a run is the start's offset plus the span's offset.
+every combination of a start and a span. The offset of a run is the start's offset plus the span's
+offset.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def copy_run_grid(
     source, target, starts, spans, first_count, second_count, rows, words,
     WORD: tl.constexpr, UNIT: tl.constexpr, TILING: tl.constexpr,
 ):  # fmt: skip
-    """Copy runs of contiguous words, one for every pair of a start and a span.
+    """Copy runs of contiguous words, one for every combination of a start and a span.
 
     The offsets of a start and a span are added. `starts` has a row of source offsets and a row of
     target offsets. `spans` has these two rows and a row of lengths. All offsets and lengths are in
@@ -99,7 +100,7 @@ def convert_run_grid(
     source, target, starts, spans, scales, first_count, second_count, rows, elements,
     CAST: tl.constexpr, TILING: tl.constexpr,
 ):  # fmt: skip
-    """Copy runs and convert their element type; one run for every pair of a start and a span.
+    """Copy runs and convert elements: one run for every combination of a start and a span.
 
     The tables are as in `copy_run_grid`, but offsets and lengths are in elements. `scales` [3,
     starts] has a row of factors, a row of divisors, and a row of inverses of the divisors.

@@ -2,9 +2,9 @@
 
 The cached tokens of all sequences are divided into one list of tiles. Each worker processes an
 equal range of this list, which may begin and end inside a sequence. A worker consists of one
-program per kv head (or per tile of its query rows), so that concurrent programs read adjacent
-bytes. A worker that processes a whole sequence writes the sequence's output. For other sequences,
-workers store partial results, at most two each, and `merge` combines them.
+program per kv head (or per tile of the head's query rows), so that concurrent programs read
+adjacent bytes. A worker that processes a whole sequence writes the sequence's output. For other
+sequences, workers store partial results, at most two each, and `merge` combines them.
 
 `decode` launches as many programs as the GPU can run at once. It is not launched early (see
 `dependent_launch_device`): while programs of the previous kernel still run, its programs would be
@@ -38,8 +38,8 @@ def decode(
 ):  # fmt: skip
     """Compute decode attention over a worker's range of tiles, sequence by sequence.
 
-    A worker is a group of programs, one per kv head (or tile of its query rows). Each worker
-    processes an equal number of the batch's tiles of cached tokens.
+    A worker is a group of programs, one per kv head (or per tile of the head's query rows). Each
+    worker processes an equal number of the batch's tiles of cached tokens.
     """
     MASK: tl.constexpr = SHAPE.mask
     GROUP: tl.constexpr = SHAPE.out.group

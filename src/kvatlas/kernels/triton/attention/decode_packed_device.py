@@ -76,7 +76,8 @@ def above_zero(scale):
 def power_of(scale, PTX: tl.constexpr):
     """Return (log2(scale), 1 / scale), approximately.
 
-    Errors are below 1e-6: absolute for logarithms of scales from 0.5 to 2, otherwise relative.
+    For logarithms of scales from 0.5 to 2, the absolute error is below 1e-6. For all other results,
+    the relative error is below 1e-6.
     """
     if PTX:
         return tl.inline_asm_elementwise(
@@ -245,8 +246,8 @@ def walk_words(
     The result equals the result of `walk`. Each row of V starts `WORDS.delta` bytes after the row
     of K. If `WORDS.lead` is not 0, a read of V starts that many bytes before the row, so that it is
     as wide as a read of K. Such a read misses the last elements of the row, which are loaded as a
-    separate tile. Their sums overwrite the accumulator columns of the bytes before the row, which
-    are not elements of V.
+    separate tile. The bytes before the row are not elements of V, so the accumulator columns of
+    these bytes are overwritten with the sums of the separate tile.
     """
     K: tl.constexpr = SHAPE.k
     V: tl.constexpr = SHAPE.v

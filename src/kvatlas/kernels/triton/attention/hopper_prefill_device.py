@@ -1,8 +1,8 @@
 """Device code of prefill on Hopper, in Gluon, with asynchronous loads and matrix products.
 
-It computes the same as `prefill` and takes the same arguments, for rows of 128 elements of 16, 8
-or 4 bits and 128 query rows per program. `hopper_prefill_groups_device` describes the warp groups
-that share the work.
+The kernel computes the same as `prefill` and takes the same arguments. It supports rows of 128
+elements with 16, 8 or 4 bits each, and 128 query rows per program. `hopper_prefill_groups_device`
+describes the warp groups that share the work.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def wait_for(there, tiles):
 
 @gluon.jit
 def begin_logits(room, tiles, WHO: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start the products of a warp group's queries and the keys of tile number `tiles`."""
+    """Start to multiply a warp group's queries by the keys of tile number `tiles`."""
     STAGES: gl.constexpr = room.k.shape[0]
     TILE: gl.constexpr = room.k.shape[1]
     logits = gl.zeros([ROWS, TILE], gl.float32, layout=LAYOUT)
@@ -80,7 +80,7 @@ def begin_logits(room, tiles, WHO: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def begin_values(acc, weights, room, tiles):
-    """Start to add the products of weights and the values of tile number `tiles` to `acc`."""
+    """Start to add the values of tile number `tiles`, times the softmax weights, to `acc`."""
     STAGES: gl.constexpr = room.v.shape[0]
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     weights = gl.convert_layout(weights.to(room.v.dtype), WEIGHTS)
@@ -97,7 +97,7 @@ def release(free, tiles):
 
 @gluon.jit
 def weigh(logits, top, begin, seen, scale, LIFT: gl.constexpr):
-    """Return (weights, running maximum of each row) of a tile.
+    """Return (softmax weights, running maximum of each row) of a tile.
 
     The weights are 2**(scale * logit - maximum + LIFT). `scale` must be positive.
     """

@@ -36,8 +36,8 @@ def pairs_of_rows(count, rows, each):
 def runs_of_rows(run, rows, each):
     """Return the Gluon layout of a tensor [runs, rows of a run], with one value per row.
 
-    A run is `run` adjacent rows in one page. Threads get the values of the rows that they load with
-    the layout of `pairs_of_rows`.
+    A run is `run` adjacent rows in one page. A thread gets the values for the rows that it loads
+    when the rows have the layout of `pairs_of_rows`.
     """
     return gl.DistributedLinearLayout(
         [[n // run, n % run] for n in powers(1, each)],

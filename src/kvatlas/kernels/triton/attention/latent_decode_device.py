@@ -1,9 +1,11 @@
 """Device code of MLA decode on Hopper, in Gluon, with asynchronous loads and matrix products.
 
-It computes the same as `decode` and takes the same arguments, for latents of 512 + 64 elements and
-64 query rows per program. `latent_groups_device` describes the warp groups that share the work.
-An MMA group's sums, 64 x 256, fill half of its registers. Shared memory has no space for a tile's
-weights, so they overwrite the tile's rotary part, which is no longer needed by then.
+The kernel computes the same as `decode` and takes the same arguments. It supports latents of
+512 + 64 elements, and 64 query rows per program. `latent_groups_device` describes the warp groups
+that share the work. The 64 x 256 sums of an MMA group fill half of the group's registers.
+
+Shared memory has no separate buffer for the softmax weights of a tile. They overwrite the rotary
+part of the tile's keys, which is no longer needed once the logits of the tile are computed.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ ROWS = gl.constexpr(64)
 
 @gluon.jit
 def begin_logits(room, signals, phase, zero, WHO: gl.constexpr, LOGITS: gl.constexpr):
-    """Start the products of the queries and an MMA group's tile of keys.
+    """Start to multiply the queries by an MMA group's tile of keys.
 
     A tile is loaded in two halves. The products of each half start once the half is loaded.
     """
@@ -74,8 +76,9 @@ def has_grown(room, OF: gl.constexpr):
 
 @gluon.jit
 def weigh(logits, top, begin, seen, scale, room, WHO: gl.constexpr):
-    """Return (weights, row maxima) of a tile; a weight is 2**(scale * logit - row maximum).
+    """Return (softmax weights, row maxima) of a tile.
 
+    The weights are not normalised: a weight is 2**(scale * logit - row maximum).
     A row's maximum is updated only if it grew by more than `GROWTH`. `scale` must be positive.
     A tile is masked only if it has cached tokens after the position of the first query, or past the
     end of the sequence. Each warp stores the growth of its maxima in shared memory. Both MMA groups
@@ -103,7 +106,7 @@ def scaled_down(acc, total, top, higher):
 
 @gluon.jit
 def publish(rated, top, room, signals, WHO: gl.constexpr):
-    """Write a tile's weights and row maxima to shared memory, and signal both MMA groups."""
+    """Write a tile's softmax weights and row maxima to shared memory; signal both MMA groups."""
     room.weights.index(WHO).store(rated.to(room.weights.dtype))
     room.tops.index(WHO).store(top)
     fence_async_shared()

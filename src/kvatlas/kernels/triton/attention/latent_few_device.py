@@ -37,7 +37,7 @@ from kvatlas.kernels.triton.attention.latent_load_device import load_tiles
 
 @gluon.jit
 def begin_logits(room, signals, phase, zero, WHO: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start the products of an MMA group's tile of keys and the queries.
+    """Start to multiply an MMA group's tile of keys by the queries.
 
     A tile is loaded in two halves. The products of each half start once the half is loaded.
     """
@@ -61,7 +61,7 @@ def begin_logits(room, signals, phase, zero, WHO: gl.constexpr, LAYOUT: gl.const
 
 @gluon.jit
 def weigh(logits, top, begin, seen, scale):
-    """Return (weights, maximum of each query, largest growth of a maximum) of a tile.
+    """Return (softmax weights, maximum of each query, largest growth of a maximum) of a tile.
 
     Weights are 2**(scale * logit - maximum). A query's maximum is updated only if it grew by more
     than `GROWTH`. `scale` must be positive.
@@ -85,7 +85,7 @@ def scaled_down(acc, parts, top, higher):
 
 @gluon.jit
 def publish(rated, top, growth, room, signals, WHO: gl.constexpr):
-    """Write a tile's weights and maxima to shared memory, and signal both MMA groups."""
+    """Write a tile's softmax weights and maxima to shared memory, and signal both MMA groups."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     room.weights.index(WHO).store(rated.to(room.weights.dtype))
     room.tops.index(WHO).store(top)

@@ -7,8 +7,8 @@
 
 Shared memory contains the queries and two tiles. While one MMA group computes the softmax of its
 tile, the matrix products of the other group run. Each MMA group adds the values of both tiles to
-its columns, so it passes the weights and maxima of its tile to the other group through shared
-memory. This is the schedule of FlashMLA.
+its columns. It therefore passes the softmax weights and maxima of its own tile to the other group
+through shared memory. This is the schedule of FlashMLA.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def after_previous(EARLY: gl.constexpr):
     """If `EARLY` is set, wait for the previous kernel, and permit the launch of the next kernel.
 
     The next kernel may be launched at once, because each program occupies a whole multiprocessor:
-    programs of the next kernel start only where this kernel has finished.
+    a program of the next kernel starts only on a multiprocessor where this kernel has finished.
     """
     if EARLY:
         gl.inline_asm_elementwise(

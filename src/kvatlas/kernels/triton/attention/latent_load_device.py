@@ -49,7 +49,7 @@ def states_of(begin, last, LOADS: gl.constexpr):
 def load_pages(table, begin, last, STATES: gl.constexpr, LOADS: gl.constexpr):
     """Load the block ids of a tile's states (cached tokens).
 
-    Call it early, because loads of rows depend on the ids.
+    Call this function early, because loads of rows depend on the ids.
     """
     return gl.load(table + states_of(begin, last, LOADS) // STATES)
 

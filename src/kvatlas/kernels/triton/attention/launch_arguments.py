@@ -138,7 +138,7 @@ class BatchSequences(NamedTuple):
 class Scoring(NamedTuple):
     """Scale, cap and mask of logits.
 
-    Logits in kernels are multiplied by log2(e), because weights are computed by exp2.
+    Logits in kernels are multiplied by log2(e), because softmax weights are computed by exp2.
     """
 
     scale: float
@@ -281,7 +281,9 @@ def work_split(
 def rows_for(group: int, max_queries: int | None) -> int:
     """Return the number of query rows of a decode program; a row is a (query, head) pair.
 
-    The rows are the `group` heads of one query, or of `max_queries` queries if all rows fit.
+    A program has the rows of `max_queries` queries if all of them fit, otherwise the rows of one
+    query. A query has `group` heads. The number is rounded up to a power of two of at most 64; it
+    is at least 8, or 16 without `max_queries`.
 
     >>> rows_for(4, 1), rows_for(4, None), rows_for(8, 4), rows_for(128, 1)
     (8, 16, 32, 64)
@@ -298,8 +300,9 @@ def merged_together(workers: int, sequences: int, width: int) -> tuple[int, int]
     """Return (number of partial results to load at once, number of warps) for a merge program.
 
     In a batch of many sequences, each sequence has few partials, because workers divide the tiles
-    evenly. Programs that reserve registers for more partials would run at lower occupancy. The
-    result depends only on the bit length of `sequences` - 1, by which compiled kernels are cached.
+    evenly. Programs that reserve registers for more partials would run at lower occupancy. Of
+    `sequences`, only the bit length of `sequences` - 1 is used, because kernels are compiled and
+    cached for each bit length.
 
     >>> merged_together(66, 64, 128), merged_together(66, 1, 128), merged_together(132, 64, 512)
     ((16, 1), (64, 4), (8, 4))
@@ -311,7 +314,9 @@ def merged_together(workers: int, sequences: int, width: int) -> tuple[int, int]
 
 
 def stored_as(cache: str) -> str:
-    """Return the name of a cache dtype in launch rules. All fp8 dtypes with one scale are `fp8`.
+    """Return the name that launch rules use for a cache dtype.
+
+    All fp8 dtypes with one scale per tensor are called `fp8`.
 
     >>> stored_as("fp8_e5m2"), stored_as("turboquant_4bit_nc"), stored_as("auto")
     ('fp8', 'turboquant', 'auto')

@@ -302,7 +302,7 @@ def _has_hopper_kernels(key: calls.LaunchKey, shape: calls.AttentionShape) -> bo
 def on_hopper(
     launch: DecodeLaunch, key: calls.LaunchKey, shape: calls.AttentionShape
 ) -> DecodeLaunch:
-    """Return `launch`, with its kernel replaced by one for MLA on Hopper if that is supported."""
+    """Return `launch`, with a Hopper kernel for MLA if one supports this layer and GPU."""
     records = shape.k.kind == "records"
     suits = (
         _has_hopper_kernels(key, shape)
@@ -347,7 +347,7 @@ def prefill_on_hopper(
     sides: tuple[SideRows, SideRows],
     lead: int,
 ) -> PrefillLaunch:
-    """Return `launch`, with its kernel replaced by the one for Hopper if that supports the rows.
+    """Return `launch`, with the Hopper kernel if it supports this layer and GPU.
 
     For 8-bit rows, reads of V start `lead` bytes before the row.
     """

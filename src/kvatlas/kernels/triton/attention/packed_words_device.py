@@ -10,9 +10,10 @@
 | codes of kind `levels` | 4 | the level |
 
 The constants that are added (1152, 1024, 1) are called offsets. Their contribution to a dot product
-is known and subtracted afterwards: the offset times the sum of the query for K, and times the sum
-of the weights for V. For K, a sum covers one row, and a large offset is harmless. For V, sums cover
-all states, so the offset must be small to keep rounding errors small.
+is known, and is subtracted afterwards. For K, it is the offset times the sum of the query's
+elements. Such a sum covers one row, so a large offset is harmless. For V, it is the offset times
+the sum of the softmax weights. That sum covers all states, so the offset must be small to keep
+rounding errors small.
 """
 
 from __future__ import annotations

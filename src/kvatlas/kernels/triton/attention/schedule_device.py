@@ -16,7 +16,7 @@ def count_tiles(
 ):  # fmt: skip
     """Compute the cumulative counts of queries, decode tiles and prefill tiles.
 
-    `queries` contains query counts, or if `STARTS` is set, the query starts of `attend`.
+    `queries` contains query counts; if `STARTS` is set, it is the argument `starts` of `attend`.
     """
     MASK: tl.constexpr = SPLIT.mask
     after_previous(EARLY)

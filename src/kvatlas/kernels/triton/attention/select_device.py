@@ -33,9 +33,10 @@ class SelectedSlots(NamedTuple):
 
 @triton.jit
 def sequence_of(token, counts, sequences, STARTS: tl.constexpr, SPAN: tl.constexpr):
-    """Return (sequence, its end) of a query; the sequence is `sequences` if there is none.
+    """Return (index of the query's sequence, end of the sequence's rows) for query `token`.
 
-    `counts` contains query counts, or if `STARTS` is set, the query starts of `attend`.
+    The index is `sequences` if the query is in no sequence. `counts` contains query counts; if
+    `STARTS` is set, it is the argument `starts` of `attend`.
     """
     before = 0
     sequence = 0

@@ -161,10 +161,10 @@ def pages(stretch, begin, STATES: tl.constexpr, TILE: tl.constexpr, FIT: tl.cons
 
 @triton.jit
 def state_of(n, offset, STATES: tl.constexpr, FIT: tl.constexpr):
-    """Return two terms whose sum is the index in its page of each state (cached token) of a tile.
+    """Return two terms that add up to the index of each state (cached token) in its page.
 
-    `n` is the position of the tile's first state, and `offset` [TILE] counts states from there.
-    The first term is the same for all states of the tile.
+    The states are those of one tile. `n` is the position of the tile's first state, and `offset`
+    [TILE] counts states from there. The first term is the same for all states of the tile.
     """
     if FIT == "tile in page":
         return n % STATES, offset
