@@ -103,8 +103,8 @@ class CudaDriver(ABC):
     def recorder(self, device: int, stream: int) -> Callable[[int], None]:
         """Return a function that records an event on `stream`.
 
-        The event completes once the work that precedes the call of this function on the caller's
-        current stream has completed.
+        When the returned function is called, it records the event after all work that is queued on
+        the caller's current stream.
         """
 
     @abstractmethod

@@ -183,7 +183,7 @@ def fill_descriptors(
 
 
 def root_array(array: NDArray[Any]) -> NDArray[Any]:
-    """Return the array whose memory `array` is a view of; `array` itself if it is no view.
+    """Return the outermost array of which `array` is a view; `array` itself if it is no view.
 
     >>> whole = np.zeros(8)
     >>> root_array(whole[2:].reshape(2, 3)) is whole

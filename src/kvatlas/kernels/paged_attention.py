@@ -76,7 +76,7 @@ def attend(
     tokens of the encoder, and `lengths` counts encoder tokens.
 
     Rows of `out` that belong to no sequence are not written. `max_queries` is an upper bound of
-    the queries per sequence: on a GPU, `max_queries=1` takes the fast path for decoding.
+    the number of queries per sequence. On a GPU, `max_queries=1` takes the fast path for decoding.
     """
     check_scales(k_scale, v_scale)
     if gpu := gpu_kernels(q):

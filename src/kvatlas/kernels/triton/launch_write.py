@@ -224,9 +224,9 @@ def _latent_sides(
 def _turned_signs(
     form: StorageFormat, rows: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
-    """Return a mask per column: the sign bit if the rotation of int4 flips the column's sign.
+    """Return one mask for each column of int4 rows; return None for other formats.
 
-    Return None for other formats.
+    A mask is the sign bit if the rotation of int4 flips the sign of the column, otherwise 0.
     """
     if form.kind != "int4":
         return None

@@ -15,5 +15,5 @@ prefill (`hopper_prefill_device`):
   `hopper_prefill_groups_device`
 - loop over pages: `latent_load_device` and `hopper_prefill_load_device`; for rows with a scale
   per row `hopper_prefill_scaled_device`
-- dequantisation: `hopper_dequantise_device`, from either
+- dequantisation: `hopper_dequantise_device`, for MLA and for prefill
 """

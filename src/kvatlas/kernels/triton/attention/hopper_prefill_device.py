@@ -112,7 +112,7 @@ def weigh(logits, top, begin, seen, scale, LIFT: gl.constexpr):
 
 @gluon.jit
 def factored(rows, factors, tiles, FACTORS: gl.constexpr):
-    """Multiply the logits or weights of tile number `tiles` by the scale of each cached token."""
+    """Multiply the logits or softmax weights of tile `tiles` by the scale of each cached token."""
     SLOTS: gl.constexpr = factors.shape[0]
     if FACTORS:
         each = factors.index(tiles % SLOTS).load(gl.SliceLayout(0, rows.type.layout))

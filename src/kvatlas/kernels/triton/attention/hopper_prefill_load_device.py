@@ -158,9 +158,10 @@ def put_apart(words, with_rows, to, FORMAT: gl.constexpr, DOT: gl.constexpr):
 @gluon.jit
 def load_factors(cache, side, table, begin, work, STATES: gl.constexpr, TILE: gl.constexpr,
                  FORMAT: gl.constexpr):  # fmt: skip
-    """Load one scale per state (cached token) of a tile, for logits or weights.
+    """Load one scale per state (cached token) of a tile, for logits or softmax weights.
 
-    Logits or weights are later multiplied by these scales, so rows are unpacked without them.
+    Logits (for K) or softmax weights (for V) are later multiplied by these scales, so rows are
+    unpacked without them.
     """
     WARPS: gl.constexpr = loading_warps(FORMAT.kind, FORMAT.element, False)
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])

@@ -66,10 +66,10 @@ def load_pages(table, begin, work, STATES: gl.constexpr, RUNS: gl.constexpr):
 @gluon.jit
 def load_rows(cache, steps, pages, begin, work, SHAPE: gl.constexpr, UNIT: gl.constexpr,
               LOADS: gl.constexpr, BEHIND: gl.constexpr):  # fmt: skip
-    """Load half a tile's rows as 32-bit words, and the value of type `BEHIND` after each row.
+    """Load the rows of half a tile as 32-bit words, and the value after each row.
 
-    `steps` contains the strides of the rows, in units of 8 * `UNIT` bytes. `pages` contains the
-    block id of each run of adjacent rows.
+    `BEHIND` is the type of these values. `steps` contains the strides of the rows, in units of
+    8 * `UNIT` bytes. `pages` contains the block id of each run of adjacent rows.
     """
     RUNS: gl.constexpr = pages.type.layout.parent
     RUN: gl.constexpr = RUNS.shape[1]

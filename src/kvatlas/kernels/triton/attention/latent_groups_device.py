@@ -86,7 +86,7 @@ def barriers(count: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit
 def signals_of(ARRIVALS: gl.constexpr):
-    """Create the barriers of a program; loads of a half tile signal `ARRIVALS` arrivals."""
+    """Create the barriers of a program; a half tile is loaded after `ARRIVALS` arrivals."""
     return Signals(
         barriers(4, ARRIVALS), barriers(4, 1), barriers(2, 1), barriers(1, 2), barriers(1, 1),
         barriers(2, 1),
