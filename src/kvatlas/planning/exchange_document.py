@@ -108,7 +108,8 @@ def _decode(text: bytes, kind: type[Decoded], name: str) -> Decoded:
         raise AtlasError(Code.UNLIKE_VERSIONS, problem, got=f"version {version}", hint=hint)
     try:
         decoded = msgspec.convert(value, type=kind)
-    except (msgspec.ValidationError, RecursionError) as problem:
+    except (msgspec.ValidationError, RecursionError, UnicodeEncodeError) as problem:
+        # msgspec encodes unknown keys and tags as UTF-8, which fails for half of a surrogate pair
         raise bad_exchange("The document has the wrong structure", problem) from None
     if decoded.to_json() != text:
         raise AtlasError(
