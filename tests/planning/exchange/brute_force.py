@@ -17,7 +17,9 @@ ITEMS = {"fp32": 4, "bf16": 2, "fp16": 2}
 Byte = tuple[int, int]
 """A region and the position of a byte in it."""
 Elements = dict[tuple[Any, ...], tuple[Byte, int]]
-"""The first byte and the number of bytes of each element, by its coordinates in the model."""
+"""The first byte and the bytes of each element, by its state, row and other coordinates."""
+Part = tuple[set[int], Elements]
+"""The rows of a part on a rank, and its elements."""
 
 
 class End:
@@ -34,37 +36,36 @@ class End:
             for field in layer["fields"]:
                 yield layer["name"], field["name"]
 
-    def parts(self, layer: str, name: str) -> Iterator[Elements]:
-        """The elements of each part of a field that the rank holds, in the order of the parts."""
+    def parts(self, layer: str, name: str) -> Iterator[Part]:
+        """The parts of a field that the rank holds, in the order of the document."""
         for part in self.document["layers"]:
             for field in part["fields"]:
                 held = self.document["shards"][field["shard"]]["ranks"][self.rank]
                 if (part["name"], field["name"]) == (layer, name) and held is not None:
-                    yield dict(self._elements(part["group"], field, held))
+                    rows = [row for start, length in held for row in range(start, start + length)]
+                    yield set(rows), dict(self._elements(part["group"], field, rows))
 
     def _elements(
-        self, group: int, field: dict[str, Any], held: list[list[int]]
+        self, group: int, field: dict[str, Any], rows: list[int]
     ) -> Iterator[tuple[tuple[Any, ...], tuple[Byte, int]]]:
         axis = self.document["shards"][field["shard"]]["axis"]
-        rows = [row for start, length in held for row in range(start, start + length)]
-        others = sorted(set(field["axes"]) - {"B", "N"})
+        others = sorted(set(field["axes"]) - {"B", "N", axis})
         item = ITEMS.get(field["dtype"], 1)
         walks = [list(walk(field["axes"][one])) for one in others]
         states = list(walk(field["axes"].get("N", [[1, 0]])))
+        sharded = list(walk(field["axes"][axis])) if axis else [0]
         ((_, block_stride),) = field["axes"]["B"]
         for state, block, within in self._states(group, len(states)):
-            for places in product(*(range(len(steps)) for steps in walks)):
-                at = field["offset"] + block * block_stride + states[within]
-                at += sum(steps[place] for steps, place in zip(walks, places, strict=True))
-                coordinates = [
-                    rows[place] if one == axis else place
-                    for one, place in zip(others, places, strict=True)
-                ]
-                row = None if axis else 0
-                yield (state, row, *coordinates), ((field["region"], at), item)
+            for row, distance in zip(rows, sharded, strict=True):
+                for places in product(*(range(len(steps)) for steps in walks)):
+                    at = field["offset"] + block * block_stride + states[within] + distance
+                    at += sum(steps[place] for steps, place in zip(walks, places, strict=True))
+                    yield (state, row, *places), ((field["region"], at), item)
 
     def _states(self, group: int, many: int) -> Iterator[tuple[int, int, int]]:
         """(number, block id, place in the block) of each state of the request on this rank."""
+        if group not in self.tables:  # readers need no tables of fields that only one rank holds
+            return
         own, table = self.document["groups"][group], self.tables[group]
         (first, stop), blocks = table["tokens"], table["blocks"]
         slots = ((block, within) for block in blocks for within in range(many))
@@ -94,24 +95,9 @@ def walk(steps: list[list[int]]) -> Iterator[int]:
 
 
 def runs(end: End, layer: str, field: str, rows: list[int] | None) -> list[list[int]]:
-    shards = {
-        part["fields"][place]["shard"]
-        for part in end.document["layers"]
-        for place, one in enumerate(part["fields"])
-        if (part["name"], one["name"]) == (layer, field)
-    }
-    axes = {end.document["shards"][shard]["axis"] for shard in shards}
-    (axis,) = axes
-    names = next(
-        sorted(set(one["axes"]) - {"B", "N"})
-        for part in end.document["layers"]
-        for one in part["fields"]
-        if (part["name"], one["name"]) == (layer, field)
-    )
     found: set[Byte] = set()
-    for elements in end.parts(layer, field):
-        for (_, _, *place), ((region, at), item) in elements.items():
-            row = place[names.index(axis)] if axis else 0
+    for _, elements in end.parts(layer, field):
+        for (_, row, *_), ((region, at), item) in elements.items():
             if rows is None or rows[0] <= row < rows[1]:
                 found |= {(region, at + n) for n in range(item)}
     return joined([(*byte,) for byte in found])
@@ -121,15 +107,32 @@ def copy(source: End, destination: End) -> list[list[int]]:
     found: list[tuple[int, ...]] = []
     for layer, field in sorted(set(destination.fields())):
         held: Elements = {}
-        for elements in source.parts(layer, field):
-            held = elements | held  # the first part that has an element
-        if not held:
-            continue
-        for elements in destination.parts(layer, field):
+        read: set[int] = set()
+        for rows, elements in source.parts(layer, field):
+            held |= {key: place for key, place in elements.items() if key[1] not in read}
+            read |= rows  # later parts are not read for these rows, whatever the tables list
+        for _, elements in destination.parts(layer, field):
             for key in elements.keys() & held.keys():
                 ((here, at), item), ((there, to), _) = held[key], elements[key]
                 found += [(here, at + n, there, to + n) for n in range(item)]
     return joined(found)
+
+
+def shares_bytes(document: dict[str, Any]) -> bool:
+    """Whether two items share a byte, other than items of two groups in blocks of the same id."""
+    owners: dict[Byte, set[tuple[int, int]]] = {}
+    for layer in document["layers"]:
+        for field in layer["fields"]:
+            ((blocks, stride),) = field["axes"]["B"]
+            steps = [step for axis, own in field["axes"].items() if axis != "B" for step in own]
+            for block, within in product(range(blocks), walk(steps)):
+                at = field["offset"] + block * stride + within
+                for byte in range(at, at + ITEMS.get(field["dtype"], 1)):
+                    own = owners.setdefault((field["region"], byte), set())
+                    if any(group == layer["group"] or other != block for group, other in own):
+                        return True
+                    own.add((layer["group"], block))
+    return False
 
 
 def joined(found: list[tuple[int, ...]]) -> list[list[int]]:

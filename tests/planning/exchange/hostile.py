@@ -97,6 +97,8 @@ CHANGED: dict[str, tuple[str, Change, str]] = {
     "window-0": ("dense-LBNHC", at("groups", 0, "keeps", "window", to=0), "bad_exchange"),
     "scale-too-short": ("fp8", at(*K, "scale", to="3f80"), "bad_exchange"),
     "scale-a-number": ("fp8", at(*K, "scale", to=1), "bad_exchange"),
+    "dtype-empty": ("dense-LBNHC", at(*K, "dtype", to=""), "bad_exchange"),
+    "dtype-too-long": ("dense-LBNHC", at(*K, "dtype", to="d" * 257), "bad_exchange"),
     # references
     "no-such-group": ("dense-LBNHC", at("layers", 0, "group", to=1), "bad_exchange"),
     "no-such-region": ("dense-LBNHC", at(*K, "region", to=1), "bad_exchange"),
@@ -131,6 +133,9 @@ CHANGED: dict[str, tuple[str, Change, str]] = {
         "dense-LBHNC-tp2", at("shards", 0, "axis", to="h"), "bad_exchange"
     ),
     "shard-without-ranks": ("dense-LBHNC-tp2", at("shards", 0, "ranks", to=[]), "bad_exchange"),
+    "rows-without-axis": ("latent", at("shards", 0, "ranks", 0, to=[[0, 2]]), "bad_field"),
+    "row-1-without-axis": ("latent", at("shards", 0, "ranks", 0, to=[[1, 1]]), "bad_field"),
+    "no-axes": ("dense-LBNHC", at(*K, "axes", to={}), "bad_field"),
     "size-without-axis": ("latent", at("shards", 0, "size", to=2), "bad_field"),
     "fewer-heads": ("dense-LBNHC", at(*K, "axes", "H", to=[[3, 32]]), "bad_field"),
     "no-heads": ("dense-LBNHC", without(*K, "axes", "H"), "bad_field"),
@@ -240,6 +245,27 @@ BYTES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "keys-unsorted": (
         lambda text: b'{"version":1,' + text.replace(b',"version":1}', b"}")[1:], "not_canonical"
     ),
+    "version-as-float": (replaced(b'"version":1', b'"version":1.0'), "not_canonical"),
+    "version-with-exponent": (replaced(b'"version":1', b'"version":10e-1'), "not_canonical"),
+    "version-nearly-1": (replaced(b'"version":1', b'"version":0.' + b"9" * 20), "not_canonical"),
+    "version-2-as-float": (replaced(b'"version":1', b'"version":2.0'), "unlike_versions"),
+    "version-1-and-a-half": (replaced(b'"version":1', b'"version":1.5'), "bad_exchange"),
+    "version-twice": (replaced(b'"version":1', b'"version":2,"version":1'), "not_canonical"),
+    "version-twice-last-2": (
+        replaced(b'"version":1', b'"version":1,"version":2'), "unlike_versions"
+    ),
+    "positive-exponent": (replaced(b'"pool":0', b'"pool":1e2'), "not_canonical"),
+    "near-2-53-as-float": (
+        replaced(b'"pool":0', b'"pool":9007199254740990.9999999999'), "not_canonical"
+    ),
+    "rounds-to-2-53": (replaced(b'"pool":0', b'"pool":9007199254740991.5'), "bad_exchange"),
+    "rounds-to-0": (replaced(b'"pool":0', b'"pool":1e-400'), "not_canonical"),
+    "rounds-to-minus-0": (replaced(b'"pool":0', b'"pool":-1e-400'), "not_canonical"),
+    "surrogate": (replaced(b'"dense"', b'"\\ud800"'), "bad_exchange"),
+    "surrogate-as-key": (replaced(b'"version":1}', b'"version":1,"\\ud800":1}'), "bad_exchange"),
+    "surrogate-as-tag": (replaced(b'"holds":"tokens"', b'"holds":"\\ud800"'), "bad_exchange"),
+    "surrogate-in-bytes": (replaced(b'"dense"', b'"\xed\xa0\x80"'), "unreadable"),
+    "control-character": (replaced(b'"dense"', b'"a\x01"'), "unreadable"),
     "escaped-letter": (replaced(b'"dense"', b'"\\u0064ense"'), "not_canonical"),
 }  # fmt: skip
 

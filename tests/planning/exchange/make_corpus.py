@@ -1,6 +1,6 @@
 """Write the corpus of the exchange format: documents, cases and the answers.
 
-    python -m tests.planning.exchange.make_corpus
+    python -m tests.planning.exchange.make_corpus [--small]
 
 `cases.json` maps the name of each case to what a reader computes:
 
@@ -10,7 +10,8 @@
 - `{"copy": [SOURCE, DESTINATION]}`, each with `document`, `tables` and `rank`: the runs of a copy.
 
 `expected.json` has the answer of each case: `digest`, `runs`, or the code with which it is
-`refused`. All runs are those of `brute_force`; codes are written down by hand in `hostile`.
+`refused`. All runs are those of `brute_force`; codes are written down by hand in `hostile` and
+`small_documents`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import sys
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from kvatlas.planning import CacheDocument, TablesDocument, to_exchange
 from tests.planning.exchange import brute_force
 from tests.planning.exchange.corpus_plans import IDENTITY, PLANS, SCALES
 from tests.planning.exchange.hostile import hostile_cases
+from tests.planning.exchange.small_documents import small_cases
 
 CORPUS = Path(__file__).parent / "corpus"
 ROOT = Path(__file__).parents[3]
@@ -165,7 +168,7 @@ def product(steps: list[list[int]]) -> int:
 def write(folder: Path) -> None:
     rng = random.Random(42)  # noqa: S311
     shutil.rmtree(folder, ignore_errors=True)
-    (folder / "hostile").mkdir(parents=True)
+    folder.mkdir(parents=True)
     documents: dict[str, Json] = {}
     cases: Json = {}
     expected: Json = {}
@@ -187,13 +190,35 @@ def write(folder: Path) -> None:
             expected[name] = (
                 {"refused": "bad_tokens"} if stops else brute_force.result(folder, case)
             )
+    write_refused_and_small(folder, cases, expected)
+
+
+def write_refused_and_small(folder: Path, cases: Json, expected: Json) -> None:
+    """Add the cases of `hostile` and `small_documents`, and write the lists."""
+    for directory in ("hostile", "small"):
+        shutil.rmtree(folder / directory, ignore_errors=True)
+        (folder / directory).mkdir()
     for name, hostile in hostile_cases(folder).items():
         for file, text in hostile.files.items():
             (folder / file).write_bytes(text)
         cases[name] = hostile.case
         expected[name] = {"refused": hostile.code}
+    small = small_cases()
+    for file, text in small.files.items():
+        (folder / file).write_bytes(text)
+    for name, case in small.cases.items():
+        cases[name] = case
+        expected[name] = small_answer(folder, case, small.codes.get(name))
     (folder / "cases.json").write_bytes(listing(cases))
     (folder / "expected.json").write_bytes(listing(expected))
+
+
+def small_answer(folder: Path, case: Json, code: str | None) -> Json:
+    if code is not None:
+        return {"refused": code}
+    if "copy" in case or "layer" in case:
+        return brute_force.result(folder, case)
+    return {"digest": sha256((folder / case["document"]).read_bytes()).hexdigest()}
 
 
 def schema() -> Json:
@@ -224,7 +249,16 @@ def end_tokens(folder: Path, case: Json) -> bool:
     return stops[0] != stops[1]
 
 
+def kept(file: str) -> Json:
+    """The entries of a list of the corpus that are made from plans."""
+    value = json.loads((CORPUS / file).read_bytes())
+    return {key: one for key, one in value.items() if not key.startswith(("hostile/", "small/"))}
+
+
 if __name__ == "__main__":
-    write(CORPUS)
+    if sys.argv[1:] == ["--small"]:  # the documents of plans and their answers stay as they are
+        write_refused_and_small(CORPUS, kept("cases.json"), kept("expected.json"))
+    else:
+        write(CORPUS)
     text = json.dumps(schema(), indent=1, sort_keys=True) + "\n"
     (ROOT / "docs/reference/exchange.schema.json").write_text(text)

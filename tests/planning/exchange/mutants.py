@@ -9,7 +9,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-STRINGS = ["", "B", "H", "N", "C", "k", "v", "bf16", "e4m3", "fp32", "tokens", "state", "ring", "x"]
+STRINGS = [
+    "",
+    "B",
+    "H",
+    "N",
+    "C",
+    "k",
+    "v",
+    "bf16",
+    "e4m3",
+    "fp32",
+    "tokens",
+    "state",
+    "ring",
+    "\ud800",
+]
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
