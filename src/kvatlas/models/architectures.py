@@ -239,7 +239,7 @@ def find_family(config: Config, *candidates: str | None) -> Family | None:
 
 
 def unlike_families(architecture: str | None, model_type: str | None) -> str | None:
-    """Return a warning if an architecture and a model type belong to families with other readers.
+    """Return a warning if an architecture and a model type are read by different readers.
 
     >>> unlike_families("LlamaForCausalLM", "gemma2")
     "LlamaForCausalLM is not an architecture of model type 'gemma2': reading it as LlamaForCausalLM"

@@ -79,9 +79,9 @@ def default_warnings(config: Config, filled: dict[str, Any]) -> list[str]:
 
 
 def other_key_heads(config: Config, architecture: str) -> str | None:
-    """Return a warning if the number of KV heads is missing but may have a default in its class.
+    """Return a warning if a config has no number of KV heads but its class may have a default.
 
-    Use this function for configs without a model type, whose config class is not certain.
+    Use this function for configs without a model type: their config class is not certain.
     """
     model_type = recorded().model_types.get(architecture, "")
     default = recorded().defaults.get(model_type, {}).get("num_key_value_heads")

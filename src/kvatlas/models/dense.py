@@ -37,7 +37,7 @@ def dense(
     """Yield an attention cache for each layer that does not share another layer's cache.
 
     `kinds` lists the kind of each layer; by default, the kinds are read from the config. If the
-    config has no pattern, every `every`-th layer is full attention. `sizes` overrides the
+    config has no pattern, one of `every` layers has full attention. `sizes` overrides the
     model's sizes, by kind of layer. If `shared` is true, the last layers may use the caches of
     earlier ones.
     """

@@ -157,8 +157,9 @@ def memory_for_cache(
 ) -> int:
     """Return the bytes per rank left for caches: `utilization` x memory - weights - overhead.
 
-    `weights` is the size in bytes on the rank that holds the most (`Weights.per_rank`).
-    `weights_source` is its origin (`Weights.source`), for the error message.
+    `weights` is the size of the weights, in bytes, on the rank with the most weights
+    (`Weights.per_rank`). `weights_source` describes how this size was determined
+    (`Weights.source`), for the error message.
 
     >>> memory_for_cache(find_gpu("H100"), 16_060_522_496) // GIB
     53

@@ -93,8 +93,8 @@ def bailing_delta(decoder: Decoder) -> Iterator[Layer]:
 def gated_linear_recurrence(decoder: Decoder) -> Iterator[Layer]:
     """Yield the caches of RecurrentGemma: a gated linear recurrence, and sliding attention.
 
-    The recurrence stores one value per channel and the last inputs of a convolution, which is
-    the content of a Mamba-1 layer with a state size of 1.
+    The recurrence stores one value per channel and the last inputs of a convolution. A Mamba-1
+    layer with a state size of 1 stores the same.
     """
     config = decoder.config
     recurrent = Mamba1(

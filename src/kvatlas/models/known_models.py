@@ -70,9 +70,9 @@ def _expand(value: Any) -> Any:
 
 
 def _run(item: Any) -> list[Any]:
-    """Return the list that a string `word*count` encodes; for any other item, a list of this item.
+    """Return the list that a string `word*count` encodes. A word of digits becomes an integer.
 
-    A word of digits becomes an integer.
+    For any other item, return a list that contains only this item.
     """
     word, star, count = item.rpartition("*") if isinstance(item, str) else ("", "", "")
     if not (star and count.isdigit()):

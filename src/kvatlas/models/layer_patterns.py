@@ -42,8 +42,9 @@ _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 def attention_kinds(config: Config, *, every: int | None = None, first: bool = False) -> list[Kind]:
     """Return the kind of each layer: full, sliding or chunked.
 
-    `every` applies if the config has a window but no pattern: one of `every` layers is then full,
-    and the others are sliding. The full layer is the last of them, or the first if `first` is true.
+    `every` applies if the config has a window but no pattern. Layers are then taken in sets of
+    `every` successive layers. In each set, one layer is full and the others are sliding. The full
+    layer is the last of its set, or the first if `first` is true.
 
     >>> attention_kinds(Config({"num_hidden_layers": 3, "sliding_window": 8}), every=3)
     ['sliding', 'sliding', 'full']

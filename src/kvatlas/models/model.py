@@ -222,7 +222,10 @@ def read_model(source: Source, states: StateDtypes = _BY_ENGINE, dtype: str | No
 
 
 def _unlike_heads(text: Config, heads: int) -> str | None:
-    """Return a warning if the KV heads that a reader has used do not divide the query heads."""
+    """Return a warning if the number of KV heads does not divide the number of query heads.
+
+    Only keys that a reader of the config has used are checked.
+    """
     used = next((name for name in KEY_HEADS if text.was_read(name) and text.has(name)), None)
     own = text.maybe(used) if used else None
     if used is None or own is None or not heads or heads % own == 0:

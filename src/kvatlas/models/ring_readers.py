@@ -110,8 +110,9 @@ def shared_compression(decoder: Decoder) -> Iterator[Layer]:
     """Yield the caches of DeepSeek-V4.1: a window in every layer, compressed rows in a few.
 
     The layers in `kv_source_layer_ids` store one row for one or two tokens; the layers that follow
-    read these rows. A layer that stores one row for two tokens keeps a token that has no row yet in
-    a ring. The rows have vLLM's format on Hopper; for other chips, planning replaces the format.
+    read these rows. If a layer stores one row for two tokens, a ring holds the token whose row is
+    incomplete. The rows have vLLM's format on Hopper; for other chips, planning replaces the
+    format.
     """
     config, depth = decoder.config, decoder.depth
     config.settled("num_key_value_heads", "engram_head_dim", "engram_n_heads", "index_topk")

@@ -1,8 +1,9 @@
 """Run a transformers model on the meta device, and list what each layer caches.
 
-`build_config` builds the model of a config on the meta device, whose tensors have shapes and no
-data, and runs a few tokens. The largest models take a few seconds and no memory. This module needs
-torch and transformers, and the rest of this package imports it only to verify a model.
+`build_config` builds the model that a config describes, and runs a few tokens. Tensors on the meta
+device have shapes but no data, so that even the largest models take a few seconds and no memory.
+This module needs torch and transformers, and the rest of this package imports it only to verify a
+model.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def first_full(decoder: Decoder, *, every: int) -> Iterator[Layer]:
 
 
 def last_full(decoder: Decoder, *, every: int) -> Iterator[Layer]:
-    """Yield the caches of a model where every `every`-th layer and the last are full attention."""
+    """Yield the caches of a model: full attention in one of `every` layers, and in the last."""
     kinds = attention_kinds(decoder.config, every=every)
     if not decoder.config.has("layer_types"):
         kinds[-1] = "full"
@@ -79,8 +79,9 @@ def smollm3(decoder: Decoder) -> Iterator[Layer]:
 def recurrent_stacks(decoder: Decoder) -> Iterator[Layer]:
     """Yield the caches of HRM-Text, which runs its layers several times, with a cache for each run.
 
-    transformers counts all runs as layers, and writes the layers of a stack to a separate key.
-    Older configs count the layers of a stack, and have no such key.
+    In transformers' configs, the number of layers counts every run, and the separate key
+    `num_layers_per_stack` has the number of layers in a stack. An older config lacks this key and
+    raises an error, because its number of layers counts the layers of one stack.
     """
     config = decoder.config
     if not config.has("num_layers_per_stack"):

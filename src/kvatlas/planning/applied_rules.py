@@ -20,8 +20,8 @@ def applied_checkpoints(
 ) -> dict[Spec, PrefillCheckpoint]:
     """Return the rule by which prefills save recurrent states, for each spec that has such a rule.
 
-    A rule that aligns the block size applies only if every
-    recurrent spec of the model has a rule that aligns the block size.
+    Some rules align the block size. These rules apply only if every recurrent spec of the model has
+    such a rule.
     """
     found = {spec: rules.checkpoint(model, spec, chip) for spec in _recurrent_specs(model)}
     aligned = all(rule is not None and rule.alignment > 1 for rule in found.values())

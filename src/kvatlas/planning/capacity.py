@@ -3,9 +3,9 @@
 This module enforces the promise of policy atlas: for every request length, while prefilling
 and while decoding, a plan fits at least `PROMISE` of the requests that vLLM's plan fits. The
 ratio is computed only at the lengths at which a request starts to take one more block in the
-compared plan. Up to the next such length, a longer request takes the same number of blocks in the
-compared plan, and at least as many in vLLM's plan. The ratio is therefore worst at the first of
-these lengths.
+compared plan. From one such length up to the next, the number of blocks that a request takes is
+constant in the compared plan and does not decrease in vLLM's plan. Within this range, the ratio is
+therefore lowest at the start.
 """
 
 from __future__ import annotations

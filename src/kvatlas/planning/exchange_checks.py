@@ -1,8 +1,8 @@
 """Validation of documents and block tables of the exchange format.
 
 Every reader of the format makes the same checks in the same order, so that all readers refuse a
-document with the same code. The rules about overlap are therefore simple conditions on strides and
-offsets, which every layout in use meets, and not an exact search.
+document with the same code. For this reason, overlap is not searched for exactly. The rules about
+overlap are simple conditions on strides and offsets, which every layout in use meets.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HINT = "Compare the document with docs/reference/exchange.md"
 
 
 class StoredField(NamedTuple):
-    """A field of a document with the parts of the document to which it refers."""
+    """A field of a document, with its layer and with the group and the shard that it refers to."""
 
     layer: DocumentLayer
     field: DocumentField
@@ -133,7 +133,10 @@ def _check_references(document: DocumentData) -> None:
 
 
 def _check_shard(shard: DocumentShard, ranks: int) -> None:
-    """Check that all ranks with rows of a shard have equally many, in ascending ranges."""
+    """Check that all ranks that hold rows of a shard hold the same number of rows.
+
+    The rows of a rank must be in ascending ranges.
+    """
     held = [ranges for ranges in shard.ranks if ranges is not None]
     rows = {sum(length for _, length in ranges) for ranges in held}
     fits = len(shard.ranks) == ranks and len(rows) == 1 and (bool(shard.axis) or shard.size == 1)
@@ -185,7 +188,7 @@ def _check_content(fields: list[StoredField]) -> None:
 
 
 def _form(one: StoredField) -> tuple[object, ...]:
-    """Return the properties that are equal in all parts of a field."""
+    """Return the properties of a field that must be equal in all parts of its layer."""
     return (one.field.dtype, one.field.scale, one.rows(), one.shard.axis, one.group.holds) + (
         (one.group.tokens // _total(one.field.axes["N"]),) if one.group.holds == "tokens" else ()
     )
@@ -254,7 +257,7 @@ def _total(pairs: Sequence[tuple[int, int]]) -> int:
 
 
 def check_tables_of(document: DocumentData, digest: str, tables: TablesData) -> None:
-    """Raise an error if block tables do not fit a document, whose digest is `digest`."""
+    """Raise an error if block tables do not fit a document. `digest` is the document's digest."""
     if tables.cache != digest:
         problem = "The block tables are for another document"
         raise AtlasError(

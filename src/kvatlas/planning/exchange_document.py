@@ -27,7 +27,7 @@ LARGEST_DOCUMENT = 16 << 20
 
 
 class CacheDocument(DocumentData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """A cache in the exchange format: the memory of every rank, without an engine's classes.
+    """A description of a cache in the exchange format: the memory of every rank, as plain data.
 
     >>> from kvatlas.planning import plan, to_exchange
     >>> document = to_exchange(plan("Qwen3-8B", memory="8GiB"))

@@ -75,7 +75,7 @@ def to_exchange(
 
 
 def identity_digest(identity: CacheIdentity | None) -> str:
-    """Return the digest of an identity in a document; empty without an identity.
+    """Return the digest by which a document records an identity; empty if there is none.
 
     >>> identity_digest(None), identity_digest(CacheIdentity(weights="sha256:5f1a"))[:8]
     ('', '38de6bcc')

@@ -25,7 +25,10 @@ Ranges = Annotated[tuple[tuple[Number, Count], ...], Meta(min_length=1)]
 
 
 class DocumentField(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One field of a layer: its content, and its place in a region of each rank that holds it."""
+    """One field of a layer: its content and its position in memory.
+
+    The position is an offset in a region, the same on every rank that holds the field.
+    """
 
     name: Text
     dtype: Text
@@ -41,7 +44,10 @@ class DocumentField(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class DocumentLayer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The cache of one layer, or a part of it if its heads are divided over several blocks."""
+    """The cache of one layer, or one part of it.
+
+    A cache has several parts if its heads are divided over several blocks.
+    """
 
     name: Text
     index: Number

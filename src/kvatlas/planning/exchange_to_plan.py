@@ -153,7 +153,10 @@ Bases = dict[tuple[int, int], int]
 
 
 def _pools(document: CacheDocument, tp: int) -> tuple[tuple[Pool, ...], Bases]:
-    """Return a pool for each stage and each pool of a document, with the regions as segments."""
+    """Return the pools of a plan: for each stage, one pool for each pool of the document.
+
+    Each region of the document becomes a segment of a pool.
+    """
     counts: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
     used: dict[tuple[int, int], set[int]] = defaultdict(set)
     for one in stored_fields(document):
@@ -223,7 +226,10 @@ def _seen(
 
 
 def _state_part(part: _StoredPart, stage: int, given: Mapping[str, Placement], tp: int) -> Region:
-    """Return a region of one part of a recurrent state, whose page is contiguous."""
+    """Return the region of one part of a recurrent state.
+
+    Raises an error unless the fields of the part follow each other as in a page of the plan.
+    """
     spec, group = part.layer.spec, part.fields[0].group
     if group.holds != "state":
         raise _unlike(part.layer.name, "several parts of a layer that is not recurrent")

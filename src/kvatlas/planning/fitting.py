@@ -270,7 +270,7 @@ class Fitting:
     def given(self, gpus: Gpus, sizes: GivenSizes = ANY) -> Fit:
         """Return the fit in the topology that `sizes.default` derives from the given sizes.
 
-        `ep` defaults to tp x dp if a mixture-of-experts model has replicas, and else to 1.
+        `ep` defaults to tp x dp for a mixture-of-experts model with replicas, otherwise to 1.
         """
         topology = sizes.default(gpus)
         if sizes.ep is None and topology.dp > 1 and self._has_experts:
@@ -394,7 +394,8 @@ class Fitting:
 def best_of(fits: Iterable[Fit]) -> Fit:
     """Return the best fit, with the second best as its `runner_up`.
 
-    Of two equally good fits, the first one is better. The second best differs in more than `ep`.
+    If two fits are equally good, the earlier one in `fits` is preferred. A fit that differs from
+    the best one only in `ep` does not count as second best.
     """
     best, *others = sorted(fits, key=lambda fit: fit.rank)
     second = next((fit for fit in others if fit.plan and not fit.differs_in_experts(best)), None)

@@ -65,9 +65,10 @@ class SeenLayer:
         raise NotImplementedError
 
     def region(self, family: Family, steps: tuple[int, ...]) -> Region | None:
-        """Return a region of the layers `family`, whose offsets are `steps` bytes apart.
+        """Return one region for all layers in `family`; None if no region has their placements.
 
-        Returns None if no region has these placements.
+        `steps` contains, for each tensor of a layer, the distance in bytes from one layer to the
+        next.
         """
         raise NotImplementedError
 
@@ -104,7 +105,7 @@ class SeenPages(SeenLayer):
         return (self.group, self.stage, self.block, self.page, placed)
 
     def region(self, family: Family, steps: tuple[int, ...]) -> Region | None:
-        """Return a region of the layers `family`; None if no layout has their strides."""
+        """Return one region for all layers in `family`; None if no layout has their strides."""
         (step,) = steps
         strides = {axis: self.placed.stride(axis) or _FAR for axis in "BHN"}
         strides["L"] = step or 2 * _FAR
@@ -188,7 +189,7 @@ class SeenFields(SeenLayer):
         return (self.group, self.stage, self.block, self.page, placed)
 
     def region(self, family: Family, steps: tuple[int, ...]) -> Region | None:
-        """Return a region of the layers `family`; None if some offsets descend."""
+        """Return one region for all layers in `family`; None if some offsets descend."""
         if min(steps) < 0:
             return None
         fields = tuple(map(self._placement, self.fields, steps))

@@ -44,7 +44,7 @@ class Topology(msgspec.Struct, frozen=True, order=True):
 
     @property
     def stage_gpus(self) -> int:
-        """The number of GPUs that hold one pipeline stage: tp x dp, the largest ep."""
+        """The number of GPUs that hold one pipeline stage: tp x dp. This is the maximum of ep."""
         return self.tp * self.dp
 
     def __str__(self) -> str:
@@ -129,7 +129,7 @@ class GivenSizes(msgspec.Struct, frozen=True):
 
 
 def check_experts(topology: Topology) -> None:
-    """Raise an error if experts are distributed over more ranks than hold the same layers."""
+    """Raise an error if `ep` exceeds the number of GPUs that hold the same layers."""
     if topology.ep > topology.stage_gpus:
         raise AtlasError(
             Code.BAD_TOPOLOGY,

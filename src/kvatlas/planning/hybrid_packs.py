@@ -56,11 +56,11 @@ def packed(hybrid: Hybrid, pack: int) -> PlanDraft:
 
 
 def packed_to_run(hybrid: Hybrid, pack: int) -> PlanDraft:
-    """Return a draft that vLLM can run, with `pack` attention layers to each recurrent state.
+    """Return a draft that vLLM can run. A page holds `pack` attention layers or one state.
 
-    Two block sizes are tried: one at which `pack` attention layers take at least the bytes of a
-    state, and one at which they take fewer. The result is the draft that fits more requests of
-    `max_len` tokens.
+    Two block sizes are tried. With the larger one, `pack` attention layers take at least as many
+    bytes as a recurrent state; with the smaller one, they take fewer. The result is the draft that
+    fits more requests of `max_len` tokens.
     """
     per_token, step = pack * hybrid.token, hybrid.packed_step
     fewest = hybrid.largest_state // (step * per_token) * step
@@ -105,7 +105,8 @@ def _whole_states(hybrid: Hybrid, pack: int, block: int) -> PlanDraft:
 def _requests(hybrid: Hybrid, draft: PlanDraft) -> float:
     """Return how many decoding requests of `max_len` tokens fit in a draft.
 
-    If none fits, the result is negative: minus the least memory that one request needs.
+    If no request fits, the result is negative: the bytes per rank at which one request would fit,
+    with a minus sign.
     """
     longest = np.array([hybrid.request.max_len])
     try:

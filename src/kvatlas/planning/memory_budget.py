@@ -1,4 +1,4 @@
-"""The memory of one GPU under vLLM: named lines with source and error, and flags to paste.
+"""Predict how vLLM divides the memory of a GPU, and with which flags to start it.
 
 vLLM loads the weights, runs a batch of dummy requests to measure the activations, and gives caches
 the rest of its share of the GPU. `gpu_budget` predicts each of these parts from the config and the
@@ -46,7 +46,7 @@ _DEFAULT_EXPERTS = 8
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of vLLM that determine its memory besides weights and caches."""
+    """The settings of vLLM that determine how much memory it needs besides weights and caches."""
 
     batched_tokens: int
     """`--max-num-batched-tokens`: tokens of the largest batch."""
@@ -136,7 +136,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def usable(self) -> int:
-        """The share of the memory that vLLM may use."""
+        """Bytes of the GPU's memory that vLLM may use: the fraction `utilization` of all bytes."""
         return int(self.memory * self.utilization)
 
     @property
@@ -234,7 +234,7 @@ class _Parts:
         self.depth = len(weights.layers)
 
     def lines(self) -> Iterator[BudgetLine]:
-        """Yield every line; a part that the engine does not have has 0 bytes."""
+        """Yield every line of the budget; lines of unused features have 0 bytes."""
         yield self._weights()
         yield self._activations()
         yield self._graphs()

@@ -345,7 +345,7 @@ def _check_groups(plan: PlanData) -> None:
 def _check_segments(pool: Pool, regions: list[tuple[Region, Placement]]) -> None:
     """Check that segments ascend with gaps between them, and that no layer crosses a gap.
 
-    `regions` contains the placements of all pages of a region, or of one field of these pages.
+    Each placement in `regions` covers all pages of its region, or one field of these pages.
     """
     if pool.segments is msgspec.UNSET:
         return

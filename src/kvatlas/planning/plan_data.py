@@ -99,7 +99,7 @@ class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @cached_property
     def rings(self) -> dict[str, Ring]:
-        """The rings of the plan without duplicates, each under the name of a layer that has it."""
+        """The rings of the plan, by layer name; of layers with equal rings, only one is listed."""
         layers = (layer for region in self.regions for layer in region.layers)
         names = {layer.spec: layer.name for layer in layers if isinstance(layer.spec, Ring)}
         return {name: spec for spec, name in names.items()}

@@ -110,14 +110,17 @@ def blocks_taken(
 
 
 class PoolSegment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of several allocations of a pool: its range of the pool's offsets."""
+    """One of several allocations of a pool. Its first byte has the offset `offset` in the pool."""
 
     offset: int
     nbytes: int
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The memory of groups: one allocation on each rank of a pipeline stage, or one per segment."""
+    """The memory in which the blocks of some groups are stored, on each rank of a pipeline stage.
+
+    A rank has one allocation for the whole pool, or one for each segment.
+    """
 
     stage: int
     index: int = 0
@@ -133,7 +136,11 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def nbytes(self) -> int:
-        """Bytes to allocate for the pool on each rank; with segments, the range of its offsets."""
+        """Bytes to allocate for the pool on each rank.
+
+        If the pool has segments, this is the size of the offset range that its blocks span. The
+        range includes the gaps between segments.
+        """
         return self.blocks * self.block_bytes
 
     def locate(self, offsets: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -162,9 +169,9 @@ class FieldPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The position of one field of a region's layers in their pool.
 
     A region has field placements if its fields are stored apart, for example K and V in two
-    tensors. The field has the same axes as in the layer's page, but two of them may be divided: C
-    then counts tiles and c the elements of a tile; k counts groups of states and N the states of a
-    group.
+    tensors. The field has the same axes as in the layer's page, but C and N may be divided. If C is
+    divided, C counts tiles, and c counts the elements of a tile. If N is divided, k counts groups
+    of states, and N counts the states of a group.
     """
 
     name: str
@@ -180,9 +187,9 @@ class FieldPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Bytes between two coordinates of each axis."""
 
     def placement(self, pages: int, blocks: int, item: int) -> Placement:
-        """Return the field's placement in `pages` layers and `blocks` blocks; L and B come first.
+        """Return the field's placement in all pages of `pages` layers and `blocks` blocks.
 
-        `item` is the number of bytes of an element.
+        The first two axes are L and B. `item` is the number of bytes of an element.
         """
         sizes, strides = (pages, blocks), (self.page_stride, self.block_stride)
         axes = ("L", "B", *self.axes)
@@ -291,9 +298,10 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.views(tp, blocks)
 
     def views(self, tp: int, blocks: int, index: int = 0) -> dict[str, Placement]:
-        """Return the placement of each field of `layers[index]`'s page, in all pages, by name.
+        """Return the placements of the fields in all pages of the region, by field name.
 
-        The axes are L, B and the axes of the field.
+        The fields are those of the page of `layers[index]`. The axes are L, B and the axes of the
+        field.
         """
         page = self.first_page(tp, index)
         if self.fields is msgspec.UNSET:

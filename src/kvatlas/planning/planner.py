@@ -151,7 +151,7 @@ def plan(
 def _engine_rules(runs_on: object, policy: str, *, apart: bool) -> EngineRules:
     """Return the rules of the engine that `runs_on` names.
 
-    `apart` is whether the caller asks for a separate pool of states, which no engine can run.
+    `apart` is true if the caller asks for a separate pool of states. No engine can run such a plan.
     """
     engine, rules = split_policy(runs_on) if isinstance(runs_on, str) else ("", NEWEST)
     if engine != "vllm":

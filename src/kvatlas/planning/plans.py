@@ -286,7 +286,7 @@ def _version(plan: Plan) -> int:
 
 
 def _of_version(plan: Plan, version: int) -> Plan:
-    """Return `plan`; raise an error if it has features that JSON of `version` cannot contain."""
+    """Return `plan`; raise an error if format version `version` cannot represent all of it."""
     if version < _version(plan):
         got = f"version {version}, with separate fields or with segments, which need version 2"
         hint = "Create the plan again with this version of kvatlas"

@@ -170,7 +170,7 @@ class SharedBlockSearch:
         return sizes[:_MOST_SIZES]
 
     def groups_of(self, block: SharedBlock) -> tuple[GroupDraft, ...]:
-        """Divide the layers into groups that fit in blocks such as `block`."""
+        """Divide the layers into groups, each of which fits in a block like `block`."""
         return tuple(
             group
             for kind, count in zip(self.kinds, block.groups, strict=True)
@@ -225,9 +225,9 @@ class SharedBlockSearch:
     def _ways_to_deal(self, tokens: Numbers, splits: int) -> tuple[Numbers, Numbers, Numbers]:
         """Return all possible blocks as three arrays with one row per block.
 
-        The first array contains the index of the block size in `tokens`, the second the number of
-        groups of each kind of layer, and the third the bytes of the block. Each state is split into
-        `splits` parts.
+        The first array contains the index of the block size in `tokens`. The second contains the
+        number of groups of each kind of layer. The third contains the bytes of the block. Each
+        state is split into `splits` parts.
         """
         parts = np.array([kind.parts(splits) for kind in self.kinds])
         sizes = np.stack([kind.nbytes(tokens, splits) for kind in self.kinds], axis=1)

@@ -137,7 +137,7 @@ class SizedLayer(msgspec.Struct, frozen=True):
         )
 
     def with_spec(self, spec: Spec) -> SizedLayer:
-        """Return the layer with another spec, whose page must have the same size."""
+        """Return the layer with another spec. The size of the page must not change."""
         if spec is self.spec:
             return self
         return replace(self, layer=replace(self.layer, spec=spec))

@@ -62,7 +62,7 @@ class Starts(msgspec.Struct, frozen=True, eq=False):
         return self.destination if end else self.source
 
     def touch(self, near: int, far: int) -> bool:
-        """Return whether two successive starts have the given distances in bytes.
+        """Return whether any two successive starts have both of the given distances, in bytes.
 
         `near` is their distance in the destination, `far` their distance in the source.
         """
@@ -127,7 +127,7 @@ class Copy:
         return source, destination, np.repeat(self.length, len(self.starts.source))
 
     def expanded(self) -> Copy:
-        """Return the same runs with one span for each, and `ORIGIN` as the only start."""
+        """Return the same runs in another form: one span for each run, and one start, `ORIGIN`."""
         if self.starts is ORIGIN and self.cast is None:
             return self
         return Copy(self.source_pool, self.destination_pool, *self.runs())
@@ -166,7 +166,9 @@ class RepeatedRuns(NamedTuple):
     """Cache of derived values: the results of `in_states` and `part`, and spans of requests."""
 
     def in_states(self, count: int) -> Starts | None:
-        """Return the starts for `count` consecutive states; None if there would be too many.
+        """Return the starts of the runs that copy `count` consecutive states.
+
+        Returns None if there would be too many starts.
 
         Repeated calls return the same object, so that a device can cache it.
         """
@@ -255,7 +257,8 @@ def repeated(
 class Runs(NamedTuple):
     """Runs of bytes: source offsets, destination offsets and lengths.
 
-    `fewest` is true if the runs are known to be sorted and no two of them can be joined.
+    `fewest` is true only if the runs are sorted and no two of them can be joined. It may be false
+    if this has not been determined.
     """
 
     source: Int64s
@@ -311,7 +314,10 @@ def _folded(
 
 
 class _ByteRanges:
-    """Computes byte ranges of bound states, once for all strips with equal strides and items."""
+    """Computes byte ranges of bound states, once for all strips with equal strides and run length.
+
+    Strips with equal strides and run length differ only in their offsets.
+    """
 
     def __init__(self, bound: BoundStates, *, whole: bool) -> None:
         self._bound, self._whole = bound, whole
@@ -329,8 +335,8 @@ class _ByteRanges:
 def _all_sums(starts: Starts, source: Int64s, destination: Int64s, length: Int64s) -> Runs:
     """Return one run for every pair of a start and a byte range, at the sum of their offsets.
 
-    The ranges or the starts, whichever are further apart, form the outer loop. Most sums then
-    ascend.
+    The outer loop is over the ranges or over the starts, whichever are further apart, so that most
+    sums ascend.
     """
     many, most = len(starts.source), int(length.max())
     count = many * len(source)
@@ -351,9 +357,10 @@ def _all_sums(starts: Starts, source: Int64s, destination: Int64s, length: Int64
 
 
 def _apart(outer: Starts, inner: Starts, item: int) -> bool:
-    """Return whether the runs at all sums outer + inner ascend and no two runs can be joined.
+    """Return whether these runs are sorted by destination and no two of them can be joined.
 
-    Each run is `item` bytes long. Inner starts vary fastest. The destination offsets must ascend.
+    There is one run of `item` bytes for each pair of an outer and an inner start, at the sum of
+    their offsets. Inner starts vary fastest.
     """
     span = int(inner.destination[-1] - inner.destination[0]) + item
     reach = int(inner.source[-1] - inner.source[0]) + item

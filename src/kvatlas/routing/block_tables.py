@@ -30,7 +30,10 @@ class RequestTables:
         self._used: dict[int, NDArray[np.bool_]] = {}
 
     def state_entry(self, group: int, stop: int) -> int:
-        """Return the index of the table entry that holds a recurrent state after `stop` tokens."""
+        """Return the index of the table entry that holds a group's state after `stop` tokens.
+
+        The group must be recurrent.
+        """
         if len(self._table(group)) == 1:
             return 0
         return (stop - 1) // self.plan.groups[group].block

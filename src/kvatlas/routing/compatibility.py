@@ -101,7 +101,10 @@ def refuse(reasons: list[Reason]) -> None:
 
 
 def _hint(code: Code, source: PlanEnd, destination: PlanEnd, layers: list[str]) -> str:
-    """Return a hint with the `convert=` to pass if only dtypes differ; else an empty string."""
+    """Return a hint that contains the `convert=` to pass, if the plans differ only in dtypes.
+
+    Returns an empty string if the plans differ in something else.
+    """
     if code is not Code.UNLIKE_DTYPES:
         return ""
     name = spell_conversion(needed_pairs(source, destination, layers))

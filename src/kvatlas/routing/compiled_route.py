@@ -86,7 +86,7 @@ class CompiledRoute:
     def cast_patterns(
         self, converter: ConvertingCompiler, request: RequestEnds, names: frozenset[str] | None
     ) -> list[SpanPattern] | None:
-        """Return the spans of a request, for a copy that casts elements.
+        """Return the runs of a request as patterns that cast elements, without block ids.
 
         Return None if elements cannot be converted one by one.
         """

@@ -3,8 +3,8 @@
 Tensor parallelism shards each field along one axis. A destination rank needs certain ranges of
 that axis, and each source rank holds certain ranges. This module intersects the ranges, chooses
 a source rank for each intersection, and expresses the source and destination bytes as strips
-(`StridedRuns`). The work is done once for all layers that share their regions in the source
-plan and in the destination plan. These layers differ only in their page offsets.
+(`StridedRuns`). The work is done once for all layers that are in the same regions, both in the
+source plan and in the destination plan. These layers differ only in their page offsets.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Compiler:
         """Set up the compilation of a copy from one plan to another.
 
         `visibilities` contains the attention window of each layer. `padding` lists, for each
-        layer, the fields whose padding is copied with them.
+        layer, the fields that are copied together with the padding after them.
         """
         self.source, self.destination, self.visibilities = source, destination, visibilities
         self._padding = padding or {}
@@ -175,11 +175,11 @@ class Compiler:
 
     @cached_property
     def _alike(self) -> dict[Layers, str]:
-        """For each tuple of layers, the layer whose strips all layers of the tuple use.
+        """For each tuple of layers, the one layer whose strips are used for all of them.
 
-        A tuple contains the layers that share their regions in the source plan and in the
-        destination plan, and copy the same padding. Tuples of layers with the same `_form` use the
-        strips of the same layer.
+        The layers of a tuple are in the same regions in the source plan, are in the same regions in
+        the destination plan, and copy the same padding. Two tuples use the strips of the same layer
+        if their layers have the same `_form`.
         """
         alike: dict[object, list[str]] = defaultdict(list)
         for name, seen in self.visibilities.items():

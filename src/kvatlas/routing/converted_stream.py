@@ -7,8 +7,8 @@ page layouts: box by box, within a box by state in request order, within a state
 field.
 
 A box is a range of heads or rows that one rank reads from another rank. It covers all layers that
-share their regions in the source plan and in the destination plan. Every byte of the stream belongs
-to one box, and pieces end at cell boundaries.
+are in the same regions, both in the source plan and in the destination plan. Every byte of the
+stream belongs to one box, and pieces end at cell boundaries.
 
 The source copies runs of its pages into stream order, and the destination copies from stream
 order into its pages. Both copies are ordinary strips, so tensor parallelism, different block
@@ -138,7 +138,8 @@ class ConvertedStream:
     ) -> None:
         """Create the stream of a request from its compiled boxes.
 
-        `casts()` returns the spans of the request if elements can be cast one by one, else None.
+        `casts()` returns the request's runs as patterns that cast elements; None if elements cannot
+        be cast one by one.
         """
         self._request, self._casts = request, casts
         found = [ConvertedSection(box, request.states(box.pair)) for box in boxes]

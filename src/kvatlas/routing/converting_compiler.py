@@ -1,8 +1,8 @@
 """`ConvertingCompiler`: the boxes of a converting route, for one pair of ranks at a time.
 
 A box is a range of heads or rows that one rank reads from another rank. It covers all layers that
-share their regions in the source plan and in the destination plan. `ConvertedStream` describes the
-order of the cells in a box.
+are in the same regions, both in the source plan and in the destination plan. `ConvertedStream`
+describes the order of the cells in a box.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BoxEnd(NamedTuple):
 class ConvertedBox(NamedTuple):
     """A box: a range of heads or rows of some layers that one rank reads from another.
 
-    These layers share their regions in the source plan and in the destination plan.
+    These layers are in the same regions, both in the source plan and in the destination plan.
     """
 
     pair: GroupPair
@@ -102,7 +102,7 @@ class ConvertingCompiler(Compiler):
         return self.conversion.cells[layer, field if self._recurrent(layer) else "rows"]
 
     def of_field(self, layer: str, needed: NeededShard, field: str) -> NeededShard:
-        """Return `needed` for the same rows of `field`, whose block sizes may be different."""
+        """Return the same rows of another field: `needed`, with `field` and its block sizes."""
         (chosen,) = needed.sources
         here = self.source.views(layer, self.source.parts[layer][chosen.part])[field]
         there = self.destination.views(layer, self.destination.parts[layer][needed.part])[field]

@@ -78,7 +78,7 @@ def _compile_scaled(pair: GroupPair, strips: Sequence[Sequence[StridedRuns]]) ->
 
 
 def cast_patterns(pairs: CastPairs, request: RequestEnds) -> list[SpanPattern]:
-    """Return the spans of a request, without block ids, each with the cast of its elements."""
+    """Return the runs of a request, without block ids, with the cast of their elements."""
     return [
         pattern._replace(cast=cast)
         for cast, own in pairs.items()

@@ -69,8 +69,8 @@ class PlanEnd:
     def page_offsets(self, part: LayerPart, field: str) -> Mapping[str, int]:
         """Return, by layer, the bytes from a field of page 0 to the same field of the layer's page.
 
-        Page 0 is the first page of the region that holds `part`. Layers of the region that hold
-        other parts of a state are left out.
+        Page 0 is the first page of the region that holds `part`. If states are split into parts,
+        only pages that hold the same part as `part` are included.
         """
         apart = self.region(part).apart
         return self._page_offsets[part.region, field if apart else ""][part.part]
@@ -181,7 +181,11 @@ class PlanEnd:
 
     @cached_property
     def _placements(self) -> list[dict[str, Placement]]:
-        """The placements of each region: of all pages or, if fields are apart, of each field."""
+        """The placements of each region, by name.
+
+        A region has one placement of all its pages, or one for each field if fields are stored
+        apart.
+        """
         tp = self.plan.tp
         return [
             region.stored(tp, self.plan.pool(region.stage * tp, region.group).blocks)

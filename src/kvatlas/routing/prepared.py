@@ -85,10 +85,11 @@ class DescriptorGrid(NamedTuple):
         return [self.runs.starts.at(end), kernel, chunk]
 
     def indices(self, end: int, spots: SpanStarts, ids: Int64s, blocks: int) -> Int64s:
-        """Return the descriptor indices of some chunks: all chunks for run 0, then for run 1, ...
+        """Return the indices of some chunks' descriptors: all at start 0, then all at start 1, ...
 
-        The indices refer to `PreparedRoute.source` if `end` is 0, else to `.destination`.
-        Chunk i is chunk `spots.kernel[i]` of block `ids[i]`. The pool has `blocks` blocks.
+        The indices refer to `PreparedRoute.source` if `end` is 0, else to `.destination`. The
+        chunks are given by two arrays: `ids` contains the block id of each chunk, and
+        `spots.kernel` its index within the block. The pool has `blocks` blocks.
         """
         each = self.pair.cells[end].split * self.chunks(end) * blocks
         starts = np.arange(len(self.runs.starts.source)) * each
@@ -215,7 +216,7 @@ def chunk_of(pair: GroupPair) -> int:
 def _by_chunk(
     pair: GroupPair, strips: Sequence[StridedRuns], unused: Sequence[StridedRuns], chunk: int
 ) -> Iterator[tuple[Ends, RepeatedRuns]]:
-    """Extend the runs of single states to the `chunk` states of a chunk.
+    """Extend runs that copy one state, so that they copy the `chunk` states of a whole chunk.
 
     Yield (distances, runs). The distances are the bytes between consecutive states in the source
     and in the destination. They are 0 if a kernel block has only one chunk. `unused` are runs of

@@ -107,7 +107,8 @@ class Route:
     def compile(self, *, source_rank: int, destination_rank: int) -> int:
         """Compile the copy between two ranks before its first transfer.
 
-        Return the number of compiled runs per state, or of boxes if the route converts.
+        Return the number of compiled runs for one state. If the route converts, return the number
+        of boxes instead.
         """
         source_rank = self._checked_source(source_rank, destination_rank)
         if self._converter is not None:
@@ -408,10 +409,11 @@ def route(
     `destination_scales`. A layer that has the same format at both ends is copied unchanged, so its
     source scales and destination scales must be equal if both are given.
 
-    Padding is copied if runs would be split without it: the padding after each row, if both plans
-    declare it, and unused bytes of a block that is copied whole, if both plans place the pages of
-    the block's group alike. Equal plans then need one run for contiguous blocks. All byte counts
-    include this padding. Pass `padding=False` to skip it, for example to store only content.
+    Padding is copied in two cases, in which runs would be split without it. The padding after a row
+    is copied if both plans declare it. The unused bytes of a block are copied if the block is
+    copied whole and both plans store the pages of its group at the same offsets in a block. Two
+    equal plans thus need only one run for contiguous blocks. All byte counts include this padding.
+    Pass `padding=False` to skip it, for example to store only content.
     """
     return Route(
         source,

@@ -99,9 +99,10 @@ class SpanPattern(NamedTuple):
         return Copy(*self.pools, at[0], at[1], made.length, starts=made.starts, cast=self.cast)
 
     def reach(self, end: int, blocks: int) -> tuple[int, int]:
-        """Return (first, stop): the byte range that spans with block ids 0..blocks - 1 can use.
+        """Return (first, stop): the runs access only bytes `first .. stop - 1` of the pool.
 
-        `end` is 0 for the source and 1 for the destination.
+        This holds for all block ids below `blocks`. `end` is 0 for the source and 1 for the
+        destination.
         """
         made, last = self.template, (blocks - 1) * self.strides[end]
         starts, offsets = made.starts.at(end), made.offsets[end]
@@ -153,10 +154,12 @@ def _made(
 ) -> Iterator[SpanTemplate]:
     """Yield one or two templates with the spans of states that `chosen` selects.
 
-    A cell is a kernel block with `cell` states. `chosen` selects the spans that fill a cell, the
-    others, or all. If the states of a block are not contiguous, each state is a separate run. In
-    this case, the longest spans get a template whose starts include the offsets of the states, so
-    that a request needs only one span per block. In shorter spans, each state becomes a span.
+    `chosen` selects the spans that fill a cell, the other spans, or all spans. A cell is a kernel
+    block with `cell` states.
+
+    If the states of a block are not contiguous, each state is a separate run. The longest spans
+    then get a separate template. Its starts include the offsets of the states, so that each block
+    needs only one span. In the template for the shorter spans, each state becomes a span.
     """
     if chosen != "all":
         full = spans.length == cell

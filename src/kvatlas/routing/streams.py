@@ -281,7 +281,7 @@ def _sections(compiled: CompiledPair, states: CommonStates) -> Iterator[StreamSe
 
 
 def _alike(compiled: CompiledPair) -> bool:
-    """Return whether the runs of a whole kernel block copy no unused bytes besides its states."""
+    """Return whether a kernel block that is copied whole is copied without unused bytes."""
     return _bytes(compiled.whole) == compiled.pair.cells[0].states * _bytes(compiled.states)
 
 
@@ -323,7 +323,10 @@ def _of_cells(
 
 
 def _divided(repeated: list[RepeatedRuns], each: int) -> Iterator[list[RepeatedRuns]]:
-    """Divide runs into lists of at most `CHUNK_RUNS` runs, where each start has `each` runs."""
+    """Divide runs into lists of at most `CHUNK_RUNS` runs.
+
+    Each start counts as `each` runs. A list has at least one start.
+    """
     most = max(1, CHUNK_RUNS // each)
     if sum(len(runs.starts.source) for runs in repeated) <= most:
         yield repeated
@@ -334,12 +337,18 @@ def _divided(repeated: list[RepeatedRuns], each: int) -> Iterator[list[RepeatedR
 
 
 def _runs(repeated: list[RepeatedRuns], spans: int, states: int) -> int:
-    """Return the maximum number of runs that copy `spans` spans with `states` states in total."""
+    """Return the number of runs that are needed, at most, to copy `spans` spans of states.
+
+    The spans have `states` states in total.
+    """
     return sum(
         len(runs.starts.source) * (spans if runs.strip.gapless else states) for runs in repeated
     )
 
 
 def _bytes(repeated: list[RepeatedRuns]) -> int:
-    """Return the bytes that the runs copy: per state, or per kernel block for runs of blocks."""
+    """Return the bytes that the runs copy for one state.
+
+    If the runs copy whole kernel blocks, return the bytes for one kernel block instead.
+    """
     return sum(len(runs.starts.source) * runs.strip.item for runs in repeated)

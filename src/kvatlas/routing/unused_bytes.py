@@ -84,9 +84,10 @@ class UnusedBytesOfBlocks:
         destination_rank: int,
         layers: frozenset[str] | None = None,
     ) -> dict[GroupPair, tuple[StridedRuns, ...]]:
-        """Return the unused bytes that a rank reads from all ranks, as a copy to itself.
+        """Return the unused bytes that a rank reads from all ranks, as a copy within that rank.
 
-        `arrivals` compiles copies from the destination plan to itself, so both ranks are equal.
+        `arrivals` compiles copies from the destination plan to the same plan, and `source_rank` and
+        `destination_rank` are the same rank.
         """
         gaps = {
             page: tuple(map(_arriving, found))
@@ -177,7 +178,10 @@ def _regions(end: PlanEnd, stage: int, group: int) -> list[Region]:
 
 
 def _outline(end: PlanEnd, stage: int, group: int) -> object:
-    """Return properties of a group's pages; if they differ, the images of the pages differ too."""
+    """Return properties of a group's pages, for a fast comparison of two groups.
+
+    If the properties of two groups differ, their pages are at different positions in a block.
+    """
     return [
         (region.page_bytes, region.block, region.block_stride, region.parts, len(region.layers))
         for region in _regions(end, stage, group)
@@ -185,7 +189,10 @@ def _outline(end: PlanEnd, stage: int, group: int) -> object:
 
 
 def _group_image(end: PlanEnd, stage: int, group: int) -> _GroupImage | None:
-    """Return the image of a group's blocks; None if other blocks or engines may use its gaps."""
+    """Return the positions of a group's pages in a block (`BlockImage`).
+
+    Returns None if other blocks or an engine may use the bytes between the pages.
+    """
     plan = end.plan
     index = plan.groups[group].pool
     pool = plan.pools_by_stage[stage, index]
@@ -206,7 +213,7 @@ def _group_image(end: PlanEnd, stage: int, group: int) -> _GroupImage | None:
 
 @lru_cache(maxsize=16)
 def _image_of(regions: tuple[Placement, ...], size: int, blocks: int) -> BlockImage | None:
-    """Return `BlockImage.of(...)`; cached, because many routes have the same image."""
+    """Return `BlockImage.of(...)`; cached, because many routes need the same image."""
     return BlockImage.of(regions, size, blocks)
 
 
@@ -217,7 +224,7 @@ def _by_pair(
     gaps: Gaps,
     layers: frozenset[str] | None,
 ) -> dict[GroupPair, tuple[StridedRuns, ...]]:
-    """Return the runs that copy the gaps of the chosen layers, by the pair of groups of a page."""
+    """Return the runs that copy the gaps of the chosen layers, by pair of groups."""
     if not gaps:
         return {}
     found: dict[GroupPair, list[StridedRuns]] = defaultdict(list)

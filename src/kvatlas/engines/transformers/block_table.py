@@ -1,9 +1,10 @@
 """Block tables: which blocks store the tokens of each sequence, for the layers of one group.
 
-The position of a token is the number of stored tokens before it in its sequence. Padding on the
-left is not stored, so the sequences of a batch may differ in length. The positions of padding are
-negative and have no slot. Beam search makes sequences share blocks copy-on-write: a block is
-copied, for all layers of its group, just before one of its owners writes to it.
+The position of a token is the number of stored tokens before it in its sequence. If attention reads
+the pages directly, padding on the left is not stored, so the sequences of a batch may differ in
+length. The positions of this padding are negative and have no slot. Beam search makes sequences
+share blocks copy-on-write: a block is copied, for all layers of its group, just before one of its
+owners writes to it.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class BlockTable:
         self._changed()
 
     def assign(self, blocks: list[int]) -> None:
-        """Assign blocks that a `BlockPool` has allocated to the only sequence of the batch."""
+        """Use `blocks`, which a `BlockPool` has allocated, for the only sequence of the batch."""
         self.sequences = [blocks]
         self._changed()
 

@@ -102,9 +102,10 @@ class PagedAttentionLayer(CacheLayerMixin):
         return batch.fixed is not None or batch.paged_tokens == (self.seen - count, count)
 
     def positions(self, indices: Tensor) -> Tensor:
-        """Return the positions of the tokens at `indices` [batch, ...], which include padding.
+        """Return the positions of the tokens at `indices` [batch, ...].
 
-        Padding has negative positions. In the fixed step of a `DecodeGraph`, there is none.
+        Indices count padding on the left, and positions do not, so padding has negative positions.
+        In the fixed step of a `DecodeGraph`, positions equal indices.
         """
         if self.batch.fixed is not None or not any(self.batch.padding):
             return indices

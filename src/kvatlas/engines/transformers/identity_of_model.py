@@ -152,9 +152,9 @@ def loaded_weights(model: Any) -> str:
 
 
 def _summed(tensor: torch.Tensor) -> bytes:
-    """Return weighted sums of a tensor's 64-bit words, computed on its device.
+    """Return checksums of a tensor: weighted sums of its 64-bit words, computed on its device.
 
-    The weights are odd, so that a change of any single word changes a sum.
+    All factors in the sums are odd numbers, so that a change of any single word changes a sum.
     """
     text = tensor.reshape(-1).contiguous().view(torch.uint8)
     text = text.clone() if text.storage_offset() % 8 else text

@@ -49,7 +49,9 @@ def page_mask(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> Tensor | None:
-    """Return the mask that transformers passes to attention; an empty mask selects the pages.
+    """Return the mask that transformers passes to attention.
+
+    If the mask is empty, attention reads the pages.
 
     Raises an error if the model's mask differs from the visibility of the layer's spec.
     """
@@ -110,7 +112,9 @@ def page_attention(
     indices: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with `query` [batch, heads, tokens, D] over the pages of the layer last written to.
+    """Attend with `query` [batch, heads, tokens, D] over the pages of the most recent layer.
+
+    This is the layer that stored its new tokens last.
 
     Returns the output [batch, tokens, heads, Dv], and None instead of attention weights. An empty
     `attention_mask`, which `page_mask` returns, selects the pages. With any other mask, or without

@@ -119,7 +119,7 @@ class SequenceBatch:
     # -- states that are lent to models ---------------------------------------------
 
     def lend(self, take_back: Callable[[], None]) -> None:
-        """Register `take_back`, which writes the states lent by a layer back to the pages.
+        """Register `take_back`, the function that writes a layer's lent states to the pages.
 
         Only one layer lends states to the model at a time. The states that another layer has lent
         are written back first.

@@ -124,7 +124,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         self._in_scheduler().bind_manager(kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
-        """Register a new request if its tokens are read from, or prefilled for, another engine."""
+        """Register a new request if its prefill and decode run on different engines."""
         self._in_scheduler().on_new_request(request)
 
     def get_num_new_matched_tokens(
@@ -298,7 +298,10 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(ended.sent, ended.received, ended.failed)
 
     def build_connector_worker_meta(self) -> KVAtlasStored | None:
-        """Return the checkpoints that this worker has stored since the last step; None if none."""
+        """Return the checkpoints that this worker has stored since the last step.
+
+        Return None if there are none.
+        """
         stored = self._tier_worker.take_checkpoints() if self._tier_worker else []
         return KVAtlasStored(dict.fromkeys(stored, 1)) if stored else None
 

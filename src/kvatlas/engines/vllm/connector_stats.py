@@ -26,7 +26,7 @@ class KVAtlasStats(KVConnectorStats):
 
     @classmethod
     def of(cls, *counts: PullCounts | TierCounts) -> KVAtlasStats:
-        """Combine the two kinds of counts of one rank: for reads from engines, and for the tier."""
+        """Combine the counts of one rank: of reads from other engines, and of uses of the tier."""
         made = cls()
         for one in counts:
             made.data |= asdict(one)

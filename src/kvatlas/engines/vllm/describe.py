@@ -48,7 +48,7 @@ class DescribedLayer(msgspec.Struct, frozen=True, kw_only=True):
     def placement(self) -> Placement:
         """The layer's axes in the allocation: kernel blocks, heads, tokens and bytes per head.
 
-        In a ring that fills a page, the rows of the ring take the place of tokens.
+        If a ring fills a page, the axis for tokens counts the rows of the ring.
         """
         sizes, strides, spec = self.sizes, self.strides, self.layer.spec
         if isinstance(spec, Ring) and spec.fills_page:

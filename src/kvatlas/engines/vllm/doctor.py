@@ -176,7 +176,7 @@ def _managers(ends: Ends) -> Finding | None:
 
 
 def _backends(ends: Ends) -> Finding | None:
-    """Return a finding about the attention backends; None if both engines use the default of a GPU.
+    """Return a finding about attention backends; None if both are the default backend of a GPU.
 
     The verdict is `no` for bf16 with CPU_ATTN, which kvatlas does not support.
     """
@@ -194,7 +194,7 @@ def _backends(ends: Ends) -> Finding | None:
 
 
 def _backend(end: EngineEnd) -> str:
-    """Return the name of an engine's attention backend; `-` if it is the default of a GPU."""
+    """Return the name of an engine's attention backend; `-` for the default backend of a GPU."""
     named = end.arguments.attention_backend if end.arguments else None
     return named or (CPU_BACKEND if is_on_cpu(end) and not keeps_latents(end) else "-")
 

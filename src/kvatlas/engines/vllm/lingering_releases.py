@@ -9,10 +9,10 @@ from kvatlas.engines.vllm.orders import RemoteRequest
 
 
 class LingeringReleases:
-    """Releases each offer `seconds` after its last reader is gone.
+    """Releases each offer after a delay of `seconds`, unless the offer gets another reader before.
 
-    An offer is a finished request whose blocks another engine keeps for this engine to read.
-    After the delay, `release` is called with the offer.
+    An offer is a finished request whose blocks another engine keeps for this engine to read. Call
+    `add` when the offer has no reader left. After the delay, `release` is called with the offer.
 
     >>> released: list[RemoteRequest] = []
     >>> waiting = LingeringReleases(released.append, seconds=60.0)

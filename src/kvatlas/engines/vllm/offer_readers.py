@@ -63,8 +63,8 @@ class OfferReaders:
     def reads_alone(self, request_id: str) -> bool:
         """Return whether a request is the only one of this engine that may read its offer.
 
-        The result is false if the request has siblings: vLLM has made it from a request with
-        `n` > 1.
+        The result is false if the request has siblings, that is, if vLLM made it from a client's
+        request with `n` > 1.
         """
         offer = self._offers[request_id]
         return parent_of(request_id) is None and len(self._readers[offer.request]) == 1

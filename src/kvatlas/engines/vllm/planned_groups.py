@@ -187,7 +187,7 @@ def _backend(name: str, kernels: KernelBlocks | None) -> Backend:
 
 
 def _packed_layout(order: str) -> str:
-    """Return the layout like `order` in which all pages of a block are adjacent.
+    """Return layout `order`, changed so that all pages of a block are adjacent.
 
     Raise an error if the bytes of a page are not contiguous in `order`.
 

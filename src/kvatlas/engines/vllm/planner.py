@@ -1,8 +1,8 @@
 """Let vLLM run plans of the policy `atlas`, which have smaller blocks for hybrid models.
 
 vLLM loads `kvatlas.engines.vllm_plugin` in every process. The environment variable `KVATLAS_PLAN`
-switches the planner on. With the value `atlas`, the planner selects the smallest block size with
-which at least 99% as many requests fit in memory as in vLLM's plan. With `atlas,pack=4`, a page
+switches the planner on. With the value `atlas`, the planner selects the smallest block size at
+which its plan fits at least 99% of the requests that vLLM's plan fits. With `atlas,pack=4`, a page
 holds either four attention layers or one recurrent state. Without the variable, this module is not
 imported.
 

@@ -13,5 +13,5 @@ _DECODER = msgspec.msgpack.Decoder(list[BlockStored | BlockRemoved | AllBlocksCl
 
 
 def as_vllm_events(events: list[BlockEvent]) -> list[Any]:
-    """Convert kvatlas's events to vLLM's event types, which have the same msgpack encoding."""
+    """Convert kvatlas's events to vLLM's event types. Both have the same msgpack encoding."""
     return _DECODER.decode(msgspec.msgpack.encode(events))

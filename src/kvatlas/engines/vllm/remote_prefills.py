@@ -71,7 +71,7 @@ class RemotePrefills:
         return final
 
     def end_read(self, request_id: str, orders: StepOrders) -> None:
-        """Remove a request from its offer's readers; after the last, order the offer's release."""
+        """Remove a request from its offer's readers. If no reader is left, order a release."""
         offer = self._readers.remove(request_id)
         if offer is None:
             return

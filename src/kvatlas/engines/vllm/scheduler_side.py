@@ -113,7 +113,7 @@ class SchedulerSide:
     # -- requests -------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """Register a request if its tokens are read from, or prefilled for, another engine."""
+        """Register a request whose prefill and decode run on different engines."""
         params = request.kv_transfer_params or {}
         if self._alone:
             return

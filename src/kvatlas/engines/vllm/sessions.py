@@ -52,7 +52,7 @@ class EngineSessions:
 
     @contextmanager
     def use(self, endpoints: tuple[str, ...], request: str) -> Iterator[Session]:
-        """Yield the session with an engine, which the first use opens.
+        """Yield the session with an engine. The first use opens the session.
 
         While the session is being opened, the other engine keeps its offer of `request`.
         """

@@ -65,7 +65,10 @@ or 0.33. [engine_refuses]
 
 
 def lacking_name(missing: ImportError) -> Exception:
-    """Return the error to raise for a failed import: an `AtlasError` if vLLM lacks the name.
+    """Return the error to raise for a failed import.
+
+    The result is an `AtlasError` if a module of vLLM lacks the imported name. Otherwise it is
+    `missing` itself.
 
     >>> gone = ImportError("cannot import name 'SupportsHMA' from 'vllm.base'", name="vllm.base")
     >>> raise lacking_name(gone)

@@ -89,10 +89,10 @@ def stored_cache(settings: ConnectorSettings, vllm_config: Any) -> str:
 
 
 def stored_dtype(settings: ConnectorSettings, served: Any) -> str:
-    """Return torch's name of the compute dtype of the engines that store blocks in the tier.
+    """Return the dtype in which the engines that store blocks in the tier compute.
 
-    A quantised source format of `convert` does not determine the compute dtype. The result is then
-    the compute dtype of this engine.
+    The result is torch's name of the dtype. A quantised source format of `convert` does not
+    determine this dtype. The result is then the dtype in which this engine computes.
     """
     if settings.convert is not None:
         sources = {source for source, _ in parse_conversion(settings.convert)}

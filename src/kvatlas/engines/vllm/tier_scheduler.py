@@ -91,7 +91,10 @@ class TierScheduler:
         return self._chains.get(request_id)
 
     def attention(self, request_id: str) -> int:
-        """Return how many of a waiting request's first tokens the tier has for full attention."""
+        """Return for how many of a waiting request's first tokens the tier has full-attention rows.
+
+        The result is 0 if the lookup has not finished.
+        """
         looked_up = self._found.get(request_id)
         found = _result(looked_up) if looked_up is not None and looked_up.done() else None
         return 0 if found is None else found.attention

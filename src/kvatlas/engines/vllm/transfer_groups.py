@@ -109,8 +109,8 @@ class TransferGroups:
     def hold(self, request_id: str, start: int, stop: int) -> tuple[Tables, list[Any]]:
         """Keep the blocks of a running request's tokens until `release`.
 
-        Return the tables of its first `stop` tokens, and the blocks that hold tokens start ..
-        stop - 1.
+        Return the block tables of the request's first `stop` tokens, and the blocks that hold
+        tokens start .. stop - 1.
         """
         blocks = [self._managers[group.index].req_to_blocks[request_id] for group in self._groups]
         held = [
@@ -153,8 +153,8 @@ class TransferGroups:
 
         Tokens start .. stop - 1 are read from another engine or a tier, except those before a
         window, so blocks before a window stay incomplete. A later request with a shorter prefix
-        would need them. If `windows_alone` is true, this also applies to window layers for which
-        vLLM keeps all tokens.
+        would need these blocks. If `windows_alone` is true, this also applies to window layers for
+        which vLLM keeps all tokens.
         """
         if not self._prefix_caching or self._managers is None:
             return

@@ -27,11 +27,13 @@ class TransportChoice(NamedTuple):
 
 
 def choose_transport(settings: ConnectorSettings, *, on_gpu: bool) -> TransportChoice:
-    """Return the transport of an engine whose caches are in GPU memory, or in host memory.
+    """Return the transport that an engine uses: the configured one, or the choice of `auto`.
 
-    If only processes of the same host can reach the engine, the result is `cuda` for caches in GPU
-    memory and `shm` for others. If other hosts can reach the engine, the result is `nixl` if this
-    host has NIXL and an RDMA device, and `tcp` if not.
+    `on_gpu` is true if the engine's caches are in GPU memory, false if they are in host memory. If
+    only processes of the same host can reach the engine, `auto` chooses `cuda` for GPU memory and
+    `shm` for host memory. If other hosts can reach the engine, `auto` chooses `nixl` if this host
+    has NIXL and an RDMA device. Without these, it chooses `tcp` for host memory, and raises an
+    error for GPU memory.
 
     >>> choose_transport(ConnectorSettings(), on_gpu=False)
     TransportChoice(name='shm', options={}, why='all peers are on this host')

@@ -87,7 +87,8 @@ class WorkerSide:
     ) -> None:
         """Start one rank's node, which listens on the first port of the settings plus `port`.
 
-        `identity` is the identity of the engine's caches; None only if the settings accept any.
+        `identity` is the identity of the engine's caches. It may be None only if the settings
+        accept peers with any identity.
         `ended` collects finished transfers.
         """
         self._settings = settings

@@ -71,7 +71,7 @@ def attention(
 def latent(config: Config, *, gate: bool = False) -> list[Tensor]:
     """Return the weights of MLA.
 
-    Tensor-parallel ranks replicate the down-projections and divide the others by heads.
+    Tensor-parallel ranks replicate the down-projections and divide the other projections by heads.
     """
     hidden, heads, name = config.hidden(), config.query_heads(), "self_attn"
     rope, rank = config.count("qk_rope_head_dim"), config.count("kv_lora_rank")
@@ -168,7 +168,7 @@ def compressed_attention(config: Config, ratio: int) -> list[Tensor]:
 def shared_rows(config: Config, ratio: int, *, chooses: bool) -> list[Tensor]:
     """Return the weights of DeepSeek-V4.1's compressor and indexer in one layer.
 
-    `ratio` is the number of tokens per row that the layer stores, 0 if the layer stores none.
+    The layer stores one row for every `ratio` tokens, or no rows if `ratio` is 0.
     `chooses` is whether the layer selects rows.
     """
     hidden, head_dim, name = config.hidden(), config.head_dim(), "self_attn"

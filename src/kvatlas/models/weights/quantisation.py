@@ -44,7 +44,7 @@ _ALGORITHMS = {
 
 
 def quantisation(root: Config, text: Config, warnings: list[str]) -> Quantisation | None:
-    """Return the quantisation scheme of a config; None if there is none or its kind is unknown.
+    """Return the quantisation scheme of a config; None if it has no scheme of a known kind.
 
     >>> section = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     >>> quantisation(Config({"quantization_config": section}), Config({}), []).label

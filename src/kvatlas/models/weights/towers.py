@@ -156,7 +156,7 @@ _TOWERS: dict[str, Callable[[Config, int], list[Tensor]]] = {
 
 
 def tower(root: Config, text: Config, architecture: str, warnings: list[str]) -> list[Tensor]:
-    """Return the weights of a model's tower; empty if it has none or the tower is unknown."""
+    """Return the weights of a model's tower; empty if the model has no tower of a known kind."""
     model_type = root.text("model_type") or ""
     if model_type == "whisper":
         return whisper(root, text.hidden(), architecture)

@@ -122,5 +122,8 @@ class EngineRules(msgspec.Struct, frozen=True, kw_only=True):
         return choice.backend if choice else name
 
     def lacking(self, backend: str, chip: str | None, spec: Spec) -> MissingKernels | None:
-        """Return the rule by which the engine refuses a layer of a backend on a chip, or None."""
+        """Return the rule by which the engine refuses a layer; None if the engine supports it.
+
+        `backend` is the backend of the layer.
+        """
         return next((one for one in self.missing if one.concerns(backend, chip, spec)), None)
