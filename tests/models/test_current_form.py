@@ -220,5 +220,5 @@ def test_params_json_with_windows_latents_and_vision() -> None:
     assert specs(latent) == [LatentAttention(latent=512, rope=64)] * 4
     seen = Model.load(PARAMS | {"n_kv_heads": 8, "vision_encoder": {"hidden_size": 1024}})
     assert seen.layers[0].name.startswith("language_model.")
-    with pytest.raises(AtlasError, match="its length must divide"):
+    with pytest.raises(AtlasError, match="length of the list must divide"):
         Model.load(slid | {"sliding_window": [None, 4096, 4096]})

@@ -121,7 +121,7 @@ def test_deepseek_v41_stores_compressed_rows_in_a_few_layers() -> None:
     ("text", "words"),
     [
         ({"compress_ratios": [4] * 8}, "must be 0, 1 or 2"),
-        ({"kv_source_layer_ids": [5]}, "needs a layer that stores them"),
+        ({"kv_source_layer_ids": [5]}, "or an earlier layer, must store them"),
         ({"kv_source_layer_ids": [9]}, "only layer numbers"),
         ({"kv_source_layer_ids": None}, "lacks a key"),
         ({"compress_ratios": None}, "lacks a key"),

@@ -177,7 +177,7 @@ def _flat_states(layer: LayerCache, name: str, placed: Placement) -> torch.Tenso
         folded = placed.fold("B", "N")
     except AtlasError as refusal:
         problem = "B and N cannot form one axis: states of consecutive blocks are not contiguous"
-        hint = "Plan with layout='LBNHC', or use an adapter with a block axis"
+        hint = "Plan with layout='LBNHC', or use an adapter that keeps the block axis"
         got = f"{placed} of {layer.name}"
         raise AtlasError(Code.NOT_FOLDABLE, problem, got=got, hint=hint) from refusal
     return view(layer.buffer, folded.reorder("B*N", "H", "C"), _dtype(layer, name))

@@ -309,7 +309,7 @@ def _not_the_pools(rank: int, given: Any, planned: Collection[int]) -> AtlasErro
     got = type(given).__name__
     if isinstance(given, Mapping):
         got = f"memory for pools {', '.join(sorted(map(str, given))) or 'none'}"
-    hint = f"Pass a mapping from pool index to bytes, for pools {sorted(planned)}"
+    hint = f"Pass a mapping from pool index to the pool's memory, for pools {sorted(planned)}"
     return AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
 
 

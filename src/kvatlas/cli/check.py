@@ -83,7 +83,7 @@ def read_plan(path: str) -> Plan:
     except (OSError, ValueError) as problem:  # a ValueError is an invalid file name
         reason = problem.strerror if isinstance(problem, OSError) else problem
         got = f"{path}: {reason}"
-        hint = "Write a plan with `kvatlas plan --save`, or pass a model with --from and --to"
+        hint = "Write a plan with `kvatlas plan --save`, or pass a model, --from and --to"
         problem_text = "The plan file cannot be read"
         raise AtlasError(Code.UNREADABLE, problem_text, got=got, hint=hint) from problem
     try:

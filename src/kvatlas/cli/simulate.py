@@ -112,7 +112,7 @@ def _save(path: Path, trace: Trace, rows: list[Row]) -> None:
             Code.CONTRADICTORY,
             "Hit rates of this trace are unknown, so there is nothing to draw",
             got="a trace with the lengths of prompts, but without their content",
-            hint="Omit --output, or pass a trace with ids, tokens or text",
+            hint="Omit --output, or pass a trace with hash_ids, token ids or text",
         )
     facts = f"{len(trace):,} requests, {trace.tokens:,} prompt tokens. Hit rates over memory."
     aside = [f"{label}: {note}".removeprefix(": ") for label, note in _set_aside(found)]

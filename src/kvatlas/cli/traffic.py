@@ -104,7 +104,7 @@ def plan_for_trace(
     with progress_bar(f"Reading {plain(path.name)}") as told:
         read = read_trace(path, block=block, tokenizer=tokenizer, progress=told)
     if not read.content_known:
-        got, hint = "a trace with lengths only", "Pass a trace with ids, tokens or text"
+        got, hint = "a trace with lengths only", "Pass a trace with hash_ids, token ids or text"
         raise contradictory(got, hint, "Hit rates of this trace are unknown, so no plan is best")
     trace = within_limit(read, options)
     found = candidates(options)

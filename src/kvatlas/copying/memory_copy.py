@@ -314,7 +314,7 @@ def _no_access(index: int, nbytes: int, given: Mapping[int, Any], held: int | No
         got = f"pools {sorted(given)}, without pool {index}"
     return AtlasError(
         Code.OUT_OF_BOUNDS,
-        f"Pool {index} must have {nbytes:,} bytes that this process can access",
+        f"This process must be able to access the {nbytes:,} bytes of pool {index}",
         got=got,
         hint="Pass the memory of each pool by pool index, or your own copy function as carry=",
     )

@@ -102,8 +102,8 @@ class DType:
     def decode(self, code: int) -> float:
         """Return the number that the bit pattern `code` represents."""
         if not 0 <= code < 1 << self.bits:
-            problem = f"A code of {self.name} must fit in {self.bits} bits"
-            hint = f"Pass a code from 0 to {(1 << self.bits) - 1}"
+            problem = f"A bit pattern of {self.name} must fit in {self.bits} bits"
+            hint = f"Pass an integer from 0 to {(1 << self.bits) - 1}"
             raise AtlasError(Code.OUT_OF_RANGE, problem, got=code, hint=hint)
         match self.kind:
             case "uint":

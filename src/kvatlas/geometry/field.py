@@ -68,7 +68,7 @@ class Section:
 
     def __post_init__(self) -> None:
         units = positive(self.units, "the number of units")
-        set_fields(self, units=units, rows=positive(self.rows, "the rows of a unit"))
+        set_fields(self, units=units, rows=positive(self.rows, "the number of rows of a unit"))
 
     def deal(self, tp: int, rank: int) -> tuple[int, int]:
         """Return the first unit that `rank` of `tp` holds, and the number of units that it holds.
@@ -255,10 +255,13 @@ class Field:
                 hint="Rename the repeated axis",
             )
         if self.ranges and (held != sharded_size or last > self.sharding.rows):
-            problem = f"The ranges of field {self.name} must fill its sharded axis"
+            axis = self.sharding.axis
+            problem = (
+                f"The ranges of field {self.name} must list exactly the rank's rows of axis {axis}"
+            )
             got = (
-                f"ranges of {held} rows that end at row {last}, for axis {self.sharding.axis} "
-                f"of {sharded_size} rows on this rank and {self.sharding.rows} in the model"
+                f"ranges with {held} rows that end before row {last}; the axis has {sharded_size} "
+                f"rows on this rank, and rows 0..{self.sharding.rows - 1} in the model"
             )
             hint = "Build fields with a spec, or take the ranges from Sharding.ranges"
             raise AtlasError(Code.BAD_FIELD, problem, got=got, hint=hint)

@@ -99,7 +99,7 @@ class Page:
         to = positive(to, "the padded size")
         if to < self.unpadded:
             got = f"{to} bytes for cells of {self.unpadded} bytes in total"
-            hint = "Pad to the largest page of all groups that share the block"
+            hint = "Pass the size of the largest page in the block"
             raise AtlasError(Code.PAGE_TOO_SMALL, got=got, hint=hint)
         if to == self.nbytes:
             return self
@@ -168,7 +168,7 @@ class Page:
         cells = self._cells
         if placement.item != 1 or any(placement.size(a) != n for a, n in cells.items()):
             problem = "The placement must cover whole pages, with items of 1 byte"
-            hint = "Pass the result of Page.place; narrow or fold the view of the field instead"
+            hint = "Pass the result of Page.place; narrow or fold the field's placement afterwards"
             got = f"{placement} for a page of {cells}"
             raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
         self._refuse_gaps(field, placement)

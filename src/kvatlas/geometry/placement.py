@@ -176,8 +176,8 @@ class Placement(Affine):
         o, i = self._place(outer), self._place(inner)
         many, few, step = self.sizes[o], self.sizes[i], self.strides[i]
         if o == i or (many > 1 and few > 1 and self.strides[o] != few * step):
-            strides = f"{outer} with stride {self.strides[o]}"
-            got = f"{strides}, and {inner} with {few} steps of {step} bytes"
+            strides = f"{outer} with a stride of {self.strides[o]} bytes"
+            got = f"{strides}, and {inner} of size {few} with a stride of {step} bytes"
             hint = "Keep both axes, or use a layout in which they are adjacent"
             raise AtlasError(Code.NOT_FOLDABLE, got=got, hint=hint)
         folded = (into or f"{outer}*{inner}", many * few, step if few > 1 else self.strides[o])

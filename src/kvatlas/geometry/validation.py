@@ -88,7 +88,7 @@ def _refuse_shared_bytes(parts: Mapping[str, Placement]) -> None:
         if clash.size:
             first = int(clash[0])
             one, other = (names[owner] for owner in owners[first : first + 2])
-            hint = "Move or shrink one of the two; validate overlaid groups separately"
+            hint = "Move or shrink one of the two; validate overlaid groups one at a time"
             got = f"{one} and {other} at byte {starts[first + 1]}"
             raise AtlasError(Code.OVERLAP, got=got, hint=hint)
 
@@ -105,7 +105,7 @@ def refuse_unlike_steps(parts: Mapping[str, Placement]) -> None:
     >>> refuse_unlike_steps({"k": k, "v": k.shift(8)})
     >>> refuse_unlike_steps({"k": k, "v": k.shift(4)})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    kvatlas.errors.AtlasError: Parts that interleave must fit into one step ... Got k and v. ...
+    kvatlas.errors.AtlasError: Parts that interleave must fit into one stride ... Got k and v. ...
     """
     for names in _neighbours(parts):
         own = {name: parts[name] for name in names}
@@ -119,7 +119,7 @@ def refuse_unlike_steps(parts: Mapping[str, Placement]) -> None:
         span -= min(part.offset for part in inner.values())
         step = steps.pop()
         if steps or step is None or span > step[1]:
-            problem = "Parts that interleave must fit into one step of the same outermost axis"
+            problem = "Parts that interleave must fit into one stride of the same outermost axis"
             hint = "Move or shrink one of them, or give both the same outer axes"
             got = " and ".join(names[:2])
             raise AtlasError(Code.OVERLAP, problem, got=got, hint=hint)

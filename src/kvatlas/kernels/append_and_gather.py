@@ -47,8 +47,8 @@ def append_step(
     (torch.Size([2, 8, 21, 128]), True, True)
     """
     check_tables(tables)
-    block, start = positive(block, "the block"), natural(start, "the start")
-    count, first = natural(count, "the count"), natural(first, "the first token")
+    block, start = positive(block, "the block size"), natural(start, "the start")
+    count, first = natural(count, "the number of new tokens"), natural(first, "the first token")
     visible = natural(visible, "the first visible token")
     stop, most = start + count, tables.shape[1] * block
     if max(first, visible) > start:

@@ -90,7 +90,7 @@ def _refuse_unlike(
     if [tuple(rows.shape) for rows in out] != wanted or out[0].dtype != out[1].dtype:
         raise AtlasError(
             Code.BAD_TENSOR,
-            f"`out` must be tensors of shapes {wanted[0]} and {wanted[1]} with the same dtype",
+            f"`out` must be two tensors of shapes {wanted[0]} and {wanted[1]}, with the same dtype",
             got=", ".join(f"{rows.dtype} of shape {tuple(rows.shape)}" for rows in out),
             hint="Omit `out`, or pass tensors with one row per slot",
         )

@@ -87,8 +87,8 @@ def _rename_windows(text: dict[str, Any]) -> None:
     sizes = sorted({one for one in windows if one is not None})
     if not windows or not isinstance(depth, int) or depth % len(windows) or len(sizes) > 1:
         raise bad(
-            "The list sliding_window must contain one window size, and its length must divide the "
-            "number of layers",
+            "The windows in the list sliding_window must be equal or null, and the length of the "
+            "list must divide the number of layers",
             f"{windows!r} for {depth!r} layers",
             "Correct sliding_window in params.json",
         )

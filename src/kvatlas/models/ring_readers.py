@@ -130,9 +130,9 @@ def shared_compression(decoder: Decoder) -> Iterator[Layer]:
             problem = "Every entry of compress_ratios must be 0, 1 or 2"
             raise bad(problem, f"{ratio!r} for layer {index}", hint)
         if ratio and not any(source <= index for source in sources):
-            problem = "A layer with compressed rows needs a layer that stores them"
+            problem = "A layer that reads compressed rows, or an earlier layer, must store them"
             got = f"layer {index} with kv_source_layer_ids={sorted(sources)}"
-            raise bad(problem, got, "Add the layer to kv_source_layer_ids")
+            raise bad(problem, got, f"Add {index} or a smaller number to kv_source_layer_ids")
         if index in sources and ratio:
             yield decoder.layer(index, LatentAttention(**rows, compress=ratio), "attn")
             if index in indexed:

@@ -145,8 +145,8 @@ def _check_shard(shard: DocumentShard, ranks: int) -> None:
         fits &= all(start + length < second for (start, length), (second, _) in pairwise(ranges))
     if not fits:
         problem = (
-            f"A shard must have an entry for each of the {ranks} ranks, and ranks that hold rows "
-            "must hold the same number of rows, in ascending ranges with gaps in between"
+            f"A shard must have {ranks} entries, one for each rank. All entries with rows must "
+            "have equally many rows, in ascending ranges that do not touch"
         )
         got = f"axis {shard.axis!r} of size {shard.size}, with the entries {shard.ranks}"
         raise AtlasError(Code.BAD_FIELD, problem, got=got, hint=_HINT)

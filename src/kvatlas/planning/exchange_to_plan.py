@@ -221,7 +221,8 @@ def _seen(
     per_state = part.layer.spec.tokens_per_state
     states = seen.page.states
     if group.holds == "tokens" and per_state is not None and states * per_state != block:
-        raise _unlike(part.layer.name, f"{states} states in a block of {block} tokens")
+        got = f"{states} states of {per_state} tokens in a block of {block} tokens"
+        raise _unlike(part.layer.name, got)
     return seen
 
 
@@ -253,7 +254,8 @@ def _state_part(part: _StoredPart, stage: int, given: Mapping[str, Placement], t
     )
     views = region.views(tp, placed.size("B"))
     if any(views[name].select("L", 0).reorder(*own.axes) != own for name, own in given.items()):
-        raise _unlike(part.layer.name, "a part of a state whose fields do not follow each other")
+        got = "a part of a recurrent state with fields at other offsets than in the model's page"
+        raise _unlike(part.layer.name, got)
     return region
 
 
@@ -289,7 +291,8 @@ def _check_content(part: _StoredPart, stage: int, tp: int, number: int) -> None:
             got = f"{here[0]} in the document, {there[0]} in the model"
             raise AtlasError(Code.UNLIKE_DTYPES, problem, got=got, hint=hint)
         if here != there:
-            raise _unlike(part.layer.name, f"rows {here[1]}, not {there[1]}")
+            got = f"rows {here[1]} in the document, {there[1]} in the model"
+            raise _unlike(part.layer.name, got)
 
 
 def _groups(document: CacheDocument, parts: Iterable[_StoredPart]) -> tuple[Group, ...]:

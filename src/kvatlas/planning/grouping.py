@@ -211,8 +211,8 @@ def pack_unlike_pages(layers: list[SizedLayer]) -> list[GroupDraft]:
         raise AtlasError(
             Code.PAGES_NOT_UNIFIED,
             "Layers with pages of different sizes cannot be divided into equal groups",
-            got=f"sets of {', '.join(str(len(members)) for members in sets)} layers, where the "
-            "layers of a set need the same tokens",
+            got=f"sets of {', '.join(str(len(members)) for members in sets)} layers; a set has "
+            "all layers that need the same tokens",
             hint="Pass policy='atlas', which makes one group for each page size",
         )
     return [group for group in groups if group.layers]

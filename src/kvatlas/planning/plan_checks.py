@@ -186,9 +186,9 @@ def _check_fields(plan: PlanData, region: Region, placed: tuple[FieldPlacement, 
     """Check the placements of fields that are stored apart."""
     if region.splits > 1 or region.kernel_block != region.block:
         raise _bad_plan(
-            f"fields apart in a region with states split into {region.splits} parts and kernel "
-            f"blocks of {region.kernel_block} of {region.block} tokens; only whole states and "
-            "blocks can have fields apart"
+            f"a region with separate fields, {region.splits} parts per state, and blocks of "
+            f"{region.block} tokens with kernel blocks of {region.kernel_block} tokens; separate "
+            "fields require whole states, and kernel blocks as large as the blocks"
         )
     names = [own.name for own in placed]
     for index in _unlike_layers(region):

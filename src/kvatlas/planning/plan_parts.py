@@ -160,7 +160,7 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         index = np.searchsorted(first, starts, side="right") - 1
         if starts.size and (index.min() < 0 or (starts >= stops[index]).any()):
             problem = "Some offsets are outside all segments of the pool"
-            hint = "Pass offsets of runs that a route of this plan returns"
+            hint = "Pass only offsets that were computed by a route from or to this plan"
             raise AtlasError(Code.OUT_OF_RANGE, problem, got=offsets, hint=hint)
         return index, starts - first[index]
 

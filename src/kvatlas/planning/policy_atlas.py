@@ -157,8 +157,8 @@ def _plan_hybrid(hybrid: Hybrid) -> Plan:
                 "The model or the layout does not support this pack",
                 got=f"pack={request.pack} for {len(hybrid.attention)} attention layers in "
                 f"{hybrid.layout}",
-                hint=f"Omit pack=, or use 1..{hybrid.most_packed} for a model with one kind of "
-                "attention and one kind of state in a layout with contiguous pages or blocks",
+                hint=f"Omit pack=, or pass 1..{hybrid.most_packed}. Packs require one kind of "
+                "attention, one kind of state, and a layout with contiguous pages or blocks",
             )
         draft = (packed_to_run if request.runs_on else packed)(hybrid, request.pack)
         return make_plan(request, draft, policy="atlas")

@@ -194,7 +194,7 @@ class BlockPool:
         blocks, `no_blocks` is raised and no block is taken.
         """
         asked = self._get(request)
-        tokens = integer(tokens, "the tokens")
+        tokens = integer(tokens, "the number of tokens")
         if tokens < asked.computed:
             problem = f"`tokens` must be at least {asked.computed}, the number of computed tokens"
             got, hint = f"{tokens} tokens", "Pass the total number of tokens, not only new ones"

@@ -38,7 +38,7 @@ def checked_tokens(tokens: int, computed: int, reserved: int, known: int) -> int
     It must be at least `computed`, the old number. It must be at most `reserved`, the number of
     tokens with blocks, and at most `known`, the number of tokens with token ids.
     """
-    tokens = integer(tokens, "the tokens")
+    tokens = integer(tokens, "the number of tokens")
     if tokens < computed:
         problem = f"The number of computed tokens must not decrease; it is {computed}"
         hint = "Pass the total number of computed tokens"

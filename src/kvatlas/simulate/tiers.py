@@ -42,7 +42,7 @@ class LowerTier:
         if self.state_share is not None and not 0 < self.state_share < 1:
             raise AtlasError(
                 Code.BAD_SIZE,
-                "The share of a tier for checkpoints must be greater than 0 and less than 1",
+                "The share of a tier's memory for checkpoints must be above 0 and less than 1",
                 got=f"state_share={self.state_share}",
                 hint="Pass state_share=0.25, for example, or state_share=None to reserve nothing",
             )
@@ -63,8 +63,8 @@ class LowerTier:
         if set(here) != set(there):
             problem = "The plan of a tier must have the same kinds of layers as the GPU's plan"
             got = (
-                f"{len(there)} kinds of layers in tier {name!r} ({plan.model}), of which "
-                f"{len(set(here) & set(there))} are among the {len(here)} kinds on the GPU"
+                f"{len(there)} kinds of layers in tier {name!r} ({plan.model}) and {len(here)} "
+                f"kinds on the GPU, with {len(set(here) & set(there))} in common"
             )
             hint = "Plan the same model for all tiers"
             raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)

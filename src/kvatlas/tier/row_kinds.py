@@ -98,7 +98,7 @@ def refuse_rings(layers: Iterable[Layer]) -> None:
     if ring is not None:
         raise AtlasError(
             Code.BAD_PLAN,
-            "A tier cannot store models with rings, because later tokens overwrite the rings' rows",
+            "A tier cannot store rings, because later tokens overwrite the rows of earlier tokens",
             got=f"layer {ring.name}, with a ring of {ring.spec.states(1)} rows",
             hint="Serve this model without a tier; transfers between engines support rings",
         )

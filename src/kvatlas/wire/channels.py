@@ -103,7 +103,7 @@ class Channels:
                 if not isinstance(answer, expected):
                     names = " or ".join(kind.__name__ for kind in expected)
                     raise protocol.bad_handshake(
-                        f"a message {type(answer).__name__}, expected {names}"
+                        f"a {type(answer).__name__} message, expected {names}"
                     )
                 return answer
             pause = answer.retry * random.uniform(1.0, 1.5)  # noqa: S311  # peers retry at different times

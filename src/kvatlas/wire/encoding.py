@@ -59,7 +59,7 @@ def encode(message: Message) -> bytes:
         raise AtlasError(
             Code.TOO_MANY,
             f"A message must not exceed {protocol.MAX_MESSAGE_BYTES:,} bytes",
-            got=f"a message {type(message).__name__} of {len(payload):,} bytes",
+            got=f"a {type(message).__name__} message of {len(payload):,} bytes",
             hint="Request fewer tokens, layers or checksums at once",
         )
     return payload

@@ -193,7 +193,8 @@ class Lease:
                 "The lease does not cover these bytes",
                 got=f"{len(asked.starts)} runs of region {asked.region}, "
                 f"the first at byte {int(asked.starts.min()):,}",
-                hint="Read only blocks of the request, and buffers that are lent to the lease",
+                hint="Read only the blocks of the request, and staging buffers that the lease has "
+                "borrowed",
             )
 
 

@@ -178,7 +178,7 @@ class Security:
             return
         raise AtlasError(
             Code.BAD_HANDSHAKE,
-            "The peer uses a name that its key does not prove",
+            "The peer's key does not belong to the name that the peer uses",
             got=f"name {name!r} with a key for {', '.join(sorted(proved or ())) or 'no name'}",
             hint="Set name= to a name in the peer's certificate, or give the peer its own secret "
             "in peers=",

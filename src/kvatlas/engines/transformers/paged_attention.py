@@ -72,7 +72,8 @@ def page_mask(
     if use_vmap or not _as_planned(layer, mask_function, queries, keys):
         raise AtlasError(
             Code.ENGINE_REFUSES,
-            "Paged attention supports only the mask of the plan: causal, sliding or chunked",
+            "Paged attention supports only the mask for which the layer was planned: causal, "
+            "sliding or chunked",
             got=f"another mask for tokens {q_offset} to {q_offset + q_length - 1}",
             hint='Use attn_implementation="sdpa" or "eager", or plan from the model\'s own config',
         )

@@ -46,7 +46,7 @@ def make_plan(
     options |= {"kv_dtype": kv_dtype, "max_len": max_len, "in_flight": in_flight}
     options["prefix_caching"] = prefix_caching
     probe = plan(model, memory=_AMPLE, **options)
-    sequences = positive(batch, "the batch")
+    sequences = positive(batch, "the batch size")
     needed = probe.blocks_per_request()
     # Plans reserve one block of each pool for engines that need a null block.
     stages: Counter[int] = Counter()

@@ -61,7 +61,8 @@ class SequenceBatch:
                 Code.BAD_TENSOR,
                 "The batch size changed between two calls",
                 got=f"{size} sequences after {self.size}",
-                hint="Call reset, batch_select_indices or batch_repeat_interleave in between",
+                hint="Between the calls, call reset, batch_select_indices or "
+                "batch_repeat_interleave",
             )
         self._require({table: size for table in self.tables if table.recurrent})
         for table in self.tables:
@@ -193,6 +194,7 @@ def masked_otherwise() -> AtlasError:
     return AtlasError(
         Code.ENGINE_REFUSES,
         "Paged attention supports padding only on the left of the prompt",
-        got="padding elsewhere, or padding that another attention implementation has stored",
+        got="padding after other tokens, or padding tokens that another attention implementation "
+        "stored in the cache",
         hint='Pad on the left, or use attn_implementation="sdpa" for the whole request',
     )

@@ -153,7 +153,7 @@ def join_stages(stages: Sequence[DescribedStage]) -> Plan:
     if len({msgspec.structs.replace(stage, layers=()) for stage in stages}) > 1:
         raise AtlasError(
             Code.ENGINE_REFUSES,
-            "The pipeline stages describe different engines",
+            "The workers of the pipeline stages have different settings",
             got=_first_difference(stages),
             hint="Start all workers with the same arguments",
         )
@@ -232,7 +232,7 @@ def check_tensors(plan: Plan, stage: DescribedStage, tensors: Mapping[str, Any])
     return int(base)
 
 
-_UNLIKE = "The cache that vLLM allocated for a layer differs from its KVCacheConfig"
+_UNLIKE = "The cache that vLLM allocated for a layer does not match vLLM's KVCacheConfig"
 _NO_TENSOR = "vLLM's KVCacheConfig has a spec but no tensor for a layer"
 
 
@@ -280,7 +280,7 @@ def check_windows(name: str, spec: Any, seen: Visibility) -> None:
         and (seen.window or seen.chunk)
         and seen_by_group(spec) == Visibility()
     ):
-        got = f"a window of {seen.window or seen.chunk} tokens that its group's spec lacks"
+        got = f"a window of {seen.window or seen.chunk} tokens, and no window in the group's spec,"
         raise refused(name, got, "Remove --disable-hybrid-kv-cache-manager")
 
 

@@ -104,7 +104,7 @@ def plan_engine(
         raise declined("prefix_match_unit does not divide the planned blocks", got)
     if made.block_size >= own_block:
         raise declined(
-            "no smaller block fits 99% of the requests of vLLM's plan",
+            "with smaller blocks, it would fit fewer than 99% of the requests that it fits now",
             f"blocks of {own_block} tokens",
         )
     if _crashes_on_cpu(vllm_config, states, made.block_size):

@@ -95,7 +95,7 @@ def check_managers(kv_cache_manager: Any) -> None:
     if not managers or lacking:
         raise AtlasError(
             Code.ENGINE_REFUSES,
-            "The cache manager of this vLLM has no attribute for the blocks of a request",
+            "vLLM's cache manager lacks an attribute that this connector reads",
             got=f"single_type_managers without {(lacking or needed)[0]}",
             hint=_USE,
         )

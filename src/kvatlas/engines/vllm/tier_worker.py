@@ -153,7 +153,7 @@ class TierWorker:
 
     def _fill(self, hit: Hit | StoreHit, order: LoadOrder) -> None:
         if hit.tokens < order.stop:
-            hint = 'Set kv_load_failure_policy to "recompute", so that vLLM computes them'
+            hint = 'Set kv_load_failure_policy to "recompute": vLLM then recomputes the tokens'
             got = f"{hit.tokens} of {order.stop} tokens in the tier"
             raise AtlasError(
                 Code.MISSING_BLOCKS,
@@ -208,7 +208,7 @@ class TierWorker:
         if self._tier is None:
             hint = "See this worker's log for the error at startup"
             problem = "The tier could not be opened at startup"
-            got = f"a load or a store by rank {self._rank}"
+            got = f"rank {self._rank} without an open tier"
             raise AtlasError(Code.UNREADABLE, problem, got=got, hint=hint)
         return self._tier
 

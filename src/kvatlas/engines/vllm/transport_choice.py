@@ -56,6 +56,7 @@ def choose_transport(settings: ConnectorSettings, *, on_gpu: bool) -> TransportC
             Code.WRONG_DEVICE,
             "No transport of this host can move caches in GPU memory to another host",
             got=f"transport 'auto', caches in GPU memory, and {missing}",
-            hint="Install nixl on hosts with RDMA devices, or listen on 127.0.0.1 on one host",
+            hint="Install nixl on hosts with RDMA devices. If all engines are on this host, listen "
+            "on 127.0.0.1",
         )
     return TransportChoice("tcp", {"host": settings.own_address}, missing)

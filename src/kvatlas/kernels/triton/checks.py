@@ -91,7 +91,8 @@ def rows_of(tensor: torch.Tensor, name: str, shape: tuple[int | None, ...]) -> N
             Code.BAD_TENSOR,
             f"`{name}` must be floating point, of shape {wanted}, with a contiguous last axis",
             got=f"{tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}",
-            hint="Pass rows or slices of a fused projection in this shape, but not transposed rows",
+            hint="Pass a tensor of this shape. The tensor may be a slice of a fused projection, "
+            "but not transposed",
         )
 
 

@@ -216,6 +216,6 @@ def _checked(own: LayerAppend, rows: StepRows, k: torch.Tensor, v: torch.Tensor)
             Code.BAD_TENSOR,
             f"K and V must have the layer's dtype, {own.dtype}",
             got=f"{k.dtype} and {v.dtype}",
-            hint="Convert K and V, or use write and read, which convert dtypes",
+            hint="Convert K and V, or call kernels.write and kernels.read, which convert dtypes",
         )
     return AppendedRows(*own.sides, RowStrides(*k.stride()[:3]), RowStrides(*v.stride()[:3]))

@@ -171,9 +171,12 @@ def fold_conversion(
     a, b = fold_together(*(end.select("B", 0) for end in ends))
     axes = list(zip(a.sizes, a.strides, b.strides, strict=True))
     if len(axes) > 3:
-        problem = "A conversion supports at most three axes, after contiguous axes are merged"
-        got = f"{len(axes)} axes besides the block axis, from {source} to {target}"
-        hint = "Convert K and V separately, or read the rows and write them to the target"
+        problem = (
+            "A conversion supports at most three axes besides the block axis, if contiguous axes "
+            "count as one"
+        )
+        got = f"{len(axes)} such axes, from {source} to {target}"
+        hint = "Convert K and V separately, or call kernels.read and then kernels.write"
         raise AtlasError(Code.NOT_FOLDABLE, problem, got=got, hint=hint)
     axes = [(1, 0, 0)] * (3 - len(axes)) + axes
     steps = [(ends[0].stride("B"), ends[1].stride("B")), *((s, t) for _, s, t in axes)]

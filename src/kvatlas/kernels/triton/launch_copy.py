@@ -119,8 +119,9 @@ def fold_copy(source: Placement, target: Placement, alignment: int = VECTOR) -> 
     if len(axes) > 3:
         raise AtlasError(
             Code.NOT_FOLDABLE,
-            "A copy supports at most three axes, after contiguous axes are merged",
-            got=f"{len(axes)} axes besides the block axis, from {a} to {b}",
+            "A copy supports at most three axes besides the block axis, if contiguous axes count "
+            "as one",
+            got=f"{len(axes)} such axes, from {a} to {b}",
             hint="Copy the fields one by one",
         )
     axes = [(1, 0, 0)] * (3 - len(axes)) + axes

@@ -211,5 +211,5 @@ def refuse_head(dim: int, name: str) -> None:
         raise checks.no_kernel(
             f"GPU kernels require rows of {name} with 1 to {WIDEST} elements",
             f"{dim} elements",
-            "Allocate the cache on a CPU, where rows have no limit",
+            "Allocate the cache on a CPU, where the length of rows has no limit",
         )

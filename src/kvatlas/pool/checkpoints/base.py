@@ -52,7 +52,7 @@ class Checkpoints:
         if self.share is not None and not 0 < self.share < 1:
             raise AtlasError(
                 Code.BAD_SIZE,
-                "The share of checkpoints must be greater than 0 and less than 1",
+                "The share of the memory for checkpoints must be greater than 0 and less than 1",
                 got=f"share={self.share}",
                 hint="Pass share=0.25, for example, or a policy name that ends with -within-25",
             )

@@ -24,7 +24,7 @@ class EveryTokens(Checkpoints):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(self.tokens, "the tokens between checkpoints")
+        positive(self.tokens, "the number of tokens between checkpoints")
 
     def positions(self, prompt: Prompt) -> Positions:
         """Return the positions of checkpoints after the cached prefix, without duplicates."""

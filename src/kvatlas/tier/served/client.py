@@ -341,5 +341,5 @@ class TierClient(AnyTier):
 def _expected(answer: Any, kind: type[Kind]) -> Kind:
     """Return the reply if it has the expected type. Raises an error otherwise."""
     if not isinstance(answer, kind):
-        raise bad_handshake(f"a message {type(answer).__name__}, expected {kind.__name__}")
+        raise bad_handshake(f"a {type(answer).__name__} message, expected {kind.__name__}")
     return answer

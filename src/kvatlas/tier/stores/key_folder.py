@@ -53,7 +53,10 @@ class KeyFolder:
             sync_folder(self.path)
         except OSError as fault:
             problem = "The key of the tenant cannot be written"
-            hint = "Check the folder's permissions, and keep an existing key: stored rows need it"
+            hint = (
+                "Check the folder's permissions. If the tenant has a key already, do not delete "
+                "this key: stored rows can be read only with it"
+            )
             raise AtlasError(Code.UNWRITABLE, problem, got=str(fault), hint=hint) from None
         return path
 

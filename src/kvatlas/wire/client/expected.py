@@ -309,9 +309,9 @@ class ExpectedRequests:
             log.warning("replaced an older push request=%r rank=%d", expected.request, rank)
             other.end()
         if not _all_released(older, one.transfer.deadline):
-            got = f"an older push of rank {rank}, which may still write to the blocks"
-            hint = "Retry the push, or forget the request and expect the request in other blocks"
-            raise AtlasError(Code.DEADLINE, got=got, hint=hint)
+            problem = "An older push did not end in time, and may still write to the blocks"
+            hint = "Retry the push, or call forget() and then expect() with other blocks"
+            raise AtlasError(Code.DEADLINE, problem, got=f"a push of rank {rank}", hint=hint)
 
     def _count(self, expected: Expected, one: Announcement, needed: int) -> None:
         """Record that a rank's part was read.
@@ -385,9 +385,9 @@ def _check_tokens(expected: Expected, question: protocol.Announce) -> None:
 def _not_expected(question: protocol.Announce) -> AtlasError:
     return AtlasError(
         Code.UNKNOWN_REQUEST,
-        "The destination does not expect this request from the pushing node, or already has the "
-        "part of that node",
+        "The destination does not expect this request from the pushing node, or has already "
+        "received the node's part of the request",
         got=f"request {question.request!r}",
-        hint="Call expect() at the destination first: source= must be the plan of the pushing "
-        "node, and pushers= must contain the name of that node",
+        hint="Call expect() at the destination first. Set source= to the pushing node's plan, and "
+        "include the pushing node's name in pushers=",
     )

@@ -204,7 +204,9 @@ class Transfer:
                 "The transfer does not deliver this layer",
                 repr(min(others, key=str))[:200],
             )
-            hint = "Pass names of layers in the plan; if pull() was called with layers=, only those"
+            hint = (
+                "Pass layers of the plan. If pull() was called with layers=, pass only those layers"
+            )
             raise AtlasError(Code.UNKNOWN_LAYER, problem, got=got, hint=hint)
         while not wanted <= self.layers:
             if self.done:

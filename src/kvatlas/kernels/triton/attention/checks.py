@@ -54,7 +54,10 @@ def check_counts(
         else:
             described += f", queries of {_counts(queries, starts)} sequences"
         problem = "Tables, lengths and queries must describe the same number of sequences"
-        hint = "Per sequence, pass one table, one length, and one count in `queries` or in `starts`"
+        hint = (
+            "For each sequence, pass one table, one length and one count in `queries`. `starts` "
+            "must have one entry more than there are sequences"
+        )
         raise AtlasError(Code.BAD_TENSOR, problem, got=described, hint=hint)
     if checks.debugging() and count:
         _debug_batch(call, queries, starts, max_queries)
@@ -136,7 +139,10 @@ def refuse_schedule(given: Schedule, split: WorkSplit, count: int) -> None:
         raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
     if given.split != split:
         pairs = zip(split._fields, given.split, split, strict=True)
-        problem = "The schedule must have the work split of this layer, dtype and `max_queries`"
+        problem = "The schedule was made for another layer, dtype or value of `max_queries`"
         unlike = [f"{name}={old} instead of {new}" for name, old, new in pairs if old != new]
-        hint = "Pass the result of `split_of` for this layer and `max_queries` to `schedule`"
+        hint = (
+            "Call `split_of` with the layer, dtype and `max_queries` of this call, and pass its "
+            "result to `schedule`"
+        )
         raise AtlasError(Code.BAD_TENSOR, problem, got=", ".join(unlike), hint=hint)

@@ -208,9 +208,11 @@ def _latent_sides(layer: LayerCache, q: torch.Tensor) -> tuple[StoredSide, Store
     formats.refuse_head(spec.latent, "the latent")
     if not formats.attends_latent(spec):
         raise checks.no_kernel(
-            "The GPU kernel requires auto, fp8 or fp8_ds_mla (v3), and power-of-two row lengths",
-            f"cache dtype {spec.cache}, latents of {spec.latent} and rotary parts of {spec.rope}",
-            "Use one of these cache dtypes, or attend on a CPU",
+            "The GPU kernel requires the cache dtype auto, fp8 or fp8_ds_mla (v3), and rows whose "
+            "numbers of elements are powers of two",
+            f"cache dtype {spec.cache}, latents of {spec.latent} elements and rotary parts of "
+            f"{spec.rope} elements",
+            "Use one of these cache dtypes and sizes, or attend on a CPU",
         )
     checks.rows_of(q, "q", (None, None, spec.latent + spec.rope))
     return formats.stored_latent(layer, "latent"), formats.stored_latent(layer, "rope")
