@@ -1,8 +1,9 @@
 """`EngineMemory`: the plan of another engine's memory, with the addresses of its allocations.
 
 The packages of engines (`sglang`, `lmcache`, `tensorrt_llm`) read an engine's own objects and list
-its tables: layers whose blocks have the same numbers, with the placement of each field. All of them
-call `describe_tables`, which checks dtypes and passes the placements to `foreign()`.
+its tables. A table contains layers that share one numbering of blocks, with the placement of each
+field. All packages call `describe_tables`, which checks dtypes and passes the placements to
+`foreign()`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kvatlas.specs import Spec
 
 @dataclass
 class Table:
-    """Layers of an engine whose blocks have the same numbers, and their placements."""
+    """Layers of an engine that share one numbering of blocks, with their fields' placements."""
 
     block: int
     """Tokens per block. For recurrent layers, which have one state per block, it is not used."""
@@ -51,9 +52,9 @@ class EngineMemory(NamedTuple):
 
     @classmethod
     def of_pools(cls, plan: Plan, pools: Mapping[int, Any]) -> EngineMemory:
-        """Return the memory of a plan whose pools are contiguous arrays or tensors, by index.
+        """Return the memory of a plan that is stored in contiguous arrays or tensors.
 
-        The caller keeps the pools alive.
+        `pools` contains one array or tensor for each pool, by index. The caller keeps them alive.
 
         >>> from kvatlas.planning import plan
         >>> made = plan("Qwen3-8B", memory="8MiB", max_len=32)
@@ -87,7 +88,7 @@ class EngineMemory(NamedTuple):
 def describe_tables(
     model: Model, tables: Sequence[Table], *, tp: int, max_len: int | None
 ) -> EngineMemory:
-    """Return the plan of these tables: each table is one group, with a pool of its own."""
+    """Return the plan of these tables. Each table becomes one group with a separate pool."""
     held = [table for table in tables if table.layers]
     placed = {name: fields for table in held for name, fields in table.layers.items()}
     recurrent = [_is_recurrent(model, table) for table in held]
@@ -146,7 +147,8 @@ def layers_at(
 ) -> list[Layer]:
     """Return the caches of decoder layer `index` whose specs are of class `kind`.
 
-    `what` names the engine's object in the error message. With `optional`, there may be none.
+    `what` names the engine's object in the error message. If `optional` is true, the
+    result may be empty.
     """
     found = [one for one in model.layers if one.index == index and isinstance(one.spec, kind)]
     if not found and not optional:
@@ -162,7 +164,7 @@ def layers_at(
 def check_dtype(layer: Layer, one: Field, stored: Any) -> None:
     """Raise an error if an engine stores elements of another dtype than the field has.
 
-    Caches of two 16-bit dtypes have the same bytes in the same places, but other values.
+    Two 16-bit dtypes have the same layout, so a check of sizes would not detect the difference.
     """
     given = DType.of(stored)
     if given.name == one.dtype.name or (one.dtype.packed and given.bits == 8):

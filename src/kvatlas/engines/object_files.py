@@ -1,7 +1,7 @@
 """`ObjectFiles`: a folder in which another engine stores objects, one file each, as a store.
 
-File names, headers and bytes are those of the engine, which can read what the store writes. The
-store evicts nothing.
+File names, headers and bytes are as the engine writes them, so that the engine can read the files
+of the store. The store evicts nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom, join
 
 
 class ObjectFiles(ObjectStore):
-    """Objects as files of a folder: the file of object NAME is NAME plus `ending`.
+    """Objects as files of a folder. A file's name is the name of the object, followed by `ending`.
 
     `slash` replaces each slash of a name. A file starts with `header`, which is not part of the
     object. A file with another header is refused, because its bytes mean something else.

@@ -1,7 +1,8 @@
-"""One buffer with the pages of all layers, as host pools and stored objects have them.
+"""One buffer that contains the pages of all layers, like a host pool or a stored object.
 
-The letters of `axes` name the dimensions of the buffer: L layers, S the sides K and V, B pages, N
-tokens, H heads and C elements. A buffer of slots has no axis B: axis N then counts all slots.
+The letters of `axes` name the dimensions of the buffer: L counts layers, S has size 2 for K and V,
+B counts pages, N tokens, H heads and C elements. A buffer that is not divided into pages has no
+axis B, and its axis N counts all slots.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ def describe_buffer(
     dtype: Any = None,
     own_start: bool = False,
 ) -> EngineMemory:
-    """Return the plan of a buffer with the pages of `layers`, in this order along axis L.
+    """Return the plan of a buffer that contains the pages of `layers`.
 
-    `dtype` is the dtype of its elements; None if the engine stores bytes.
+    Axis L of the buffer has the layers in the order of `layers`. `dtype` is the dtype of the
+    buffer's elements; None if the engine stores bytes.
     """
     table = Table(page)
     whole = table.place(buffer, axes, own_start=own_start)
@@ -84,7 +86,7 @@ def _paged(rows: Placement, page: int) -> Placement:
 
 
 class PagedBuffer(NamedTuple):
-    """Pages in host memory, each in the byte order of a stored object, and their plan."""
+    """Pages in host memory, and their plan. Each page has its bytes in the order of an object."""
 
     memory: EngineMemory
     pages: Bytes
@@ -102,7 +104,7 @@ class PagedBuffer(NamedTuple):
         tp: int = 1,
         max_len: int | None = None,
     ) -> PagedBuffer:
-        """Allocate `pages` pages whose axes are `axes` from the outermost, after axis B."""
+        """Allocate `pages` pages. Within a page, the axes are `axes`, outermost first."""
         fields = [one for one in layers[0].spec.page(page, tp=tp).fields if not one.padding]
         latent = isinstance(layers[0].spec, LatentAttention)
         item = 1 if len({one.dtype.item for one in fields}) > 1 else fields[0].dtype.item

@@ -35,8 +35,8 @@ def copy_request(
 ) -> CopiedRequest:
     """Copy the first `tokens` tokens of a request between two ranks' host memory.
 
-    The blocks are those of `Route.bind`. `layers` restricts the copy to the named layers. Both
-    memories must stay allocated during the call.
+    `source_blocks` and `destination_blocks` are as in `Route.bind`. `layers` restricts the copy to
+    the named layers. Both memories must stay allocated during the call.
 
     >>> import numpy as np
     >>> from kvatlas.engines.sglang import page_buffer

@@ -164,7 +164,8 @@ def _use_tables(
 ) -> None:
     """Check and mark the entries that a token range needs in every group.
 
-    If `recurrent` is true, these include the entries of recurrent states after the last token.
+    In recurrent groups, only the entry with the state after the last token is needed. These groups
+    are skipped if `recurrent` is false.
     """
     kept = RequestEnds(tables, tables, tokens)
     plan, rank = tables.plan, tables.rank

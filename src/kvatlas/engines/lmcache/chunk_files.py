@@ -26,7 +26,9 @@ _AXES = 4
 
 
 class ChunkKey(NamedTuple):
-    """The key of a chunk: LMCache's `CacheEngineKey`, or that of one layer if `layer` is given.
+    """The key of a chunk, as LMCache's `CacheEngineKey`.
+
+    If `layer` is given, this is the key of a chunk that contains only this layer.
 
     >>> ChunkKey("org/model", 2, 0, 0xabc, "bf16").name
     'org/model@2@0@abc@bfloat16'
@@ -51,9 +53,9 @@ class ChunkKey(NamedTuple):
 class ChunkFiles(ObjectFiles):
     """The folder of LMCache's `FSConnector`, as a store of chunks.
 
-    `fmt`, `dtype` and `shape` are those of a whole chunk and are in the header of each file;
-    chunks of several groups of layers are refused, as are partial chunks. If LMCache was configured
-    with `save_chunk_meta: false`, pass `headers=False`.
+    `fmt`, `dtype` and `shape` describe a whole chunk. The header of each file repeats them. Partial
+    chunks and chunks with several groups of layers raise an error. If LMCache was configured with
+    `save_chunk_meta: false`, its files have no headers: pass `headers=False`.
 
     >>> import tempfile
     >>> store = ChunkFiles(tempfile.mkdtemp(), "KV_2LTD", dtype="bf16", shape=(2, 36, 256, 1024))

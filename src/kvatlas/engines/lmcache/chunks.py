@@ -1,4 +1,4 @@
-"""Chunks of LMCache: the tokens of a fixed length, in host memory.
+"""Chunks of LMCache in host memory. Each chunk contains the same number of tokens.
 
 | format | axes | content |
 |---|---|---|
@@ -37,9 +37,9 @@ def describe_chunks(
 ) -> EngineMemory:
     """Return the plan of LMCache's memory objects, each with one chunk of a prefix.
 
-    Chunk n is block n of the plan. The objects must be evenly spaced in one allocation, as objects
-    of equal size are if they were allocated one after another. `layer` is the decoder layer of
-    chunks that have one layer.
+    Chunk n is block n of the plan. The objects must be evenly spaced in one allocation. This is the
+    case for objects of equal size that were allocated one after another. If a chunk contains only
+    one layer, `layer` is the index of this decoder layer.
     """
     check_known_version("lmcache", KNOWN, version)
     loaded = model_for("vllm", model)

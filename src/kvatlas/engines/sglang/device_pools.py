@@ -11,8 +11,9 @@
 | `SWAKVPool`, `HybridLinearKVPool` | two of these pools, each with its own slots | both |
 | the `Unified...` classes | the same, as strided views of one buffer | both |
 
-Slot 0 (of paged pools: page 0) takes the writes of padded requests; no table contains it. Slots of
-unified pools are physical: SGLang's tables of virtual slots are applied before.
+SGLang writes the tokens of padded requests to slot 0, or to page 0 of a paged pool. No block table
+contains this slot or page. In unified pools, slots are physical: translate virtual slots with
+SGLang's tables first.
 """
 
 from __future__ import annotations
@@ -74,7 +75,10 @@ def extends(pool: Any, name: str) -> bool:
 
 
 def _tables(model: Model, pool: Any, tp: int) -> Iterable[Table]:
-    """Return the tables of a pool; the reader is that of the most derived known class."""
+    """Return the tables of a pool, read by the reader of its class.
+
+    If the class has no reader, the reader of its nearest known base class is used.
+    """
     for one in type(pool).__mro__:
         if one.__name__ in _REFUSED:
             raise AtlasError(

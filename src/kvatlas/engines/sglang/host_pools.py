@@ -1,4 +1,4 @@
-"""Host pools of SGLang (HiCache), described by their layout and their one buffer."""
+"""Host pools of SGLang (HiCache). A pool has one buffer, whose axes depend on the layout."""
 
 from __future__ import annotations
 

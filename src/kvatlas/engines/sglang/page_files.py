@@ -41,9 +41,10 @@ _TOKEN_BYTES = 4
 
 
 def page_hashes(tokens: Sequence[int], page: int, *, prior: str | None = None) -> list[str]:
-    """Return SGLang's hashes of the whole pages of a prompt: each covers all tokens before it.
+    """Return SGLang's hashes of a prompt's pages; an incomplete last page has no hash.
 
-    `prior` is the hash of the page before the first one.
+    The hash of a page covers its tokens and all tokens before the page. `prior` is the hash of the
+    page before the first one.
 
     >>> [one[:8] for one in page_hashes(range(40), 16)]
     ['5d85718e', '4681c010']
@@ -78,7 +79,7 @@ def rank_suffix(
 
 
 class PageNamespace(msgspec.Struct, frozen=True, kw_only=True):
-    """The namespace of objects of the unified scheme; its digest is in each name.
+    """The settings that objects of the unified scheme share. Each name contains their digest.
 
     >>> space = PageNamespace(
     ...     model_id="org/model", dtype="bfloat16", page_size=64, total_kv_heads=8, head_group=4
@@ -100,12 +101,15 @@ class PageNamespace(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """The digest of the namespace, as it is in names."""
+        """The digest of the namespace, as names contain it."""
         encoded = hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()
         return f"ukv{self.schema_version}-{encoded[:16]}"
 
     def name(self, page_hash: str, *, layers: tuple[int, int], group: int = 0) -> str:
-        """Return the name of the object with a page's layers `layers` and head group `group`."""
+        """Return the name of an object, which contains one part of a page.
+
+        The object contains the layers `layers[0] .. layers[1] - 1` of head group `group`.
+        """
         head = "" if self.rank_replicated else f"_H{group}"
         return f"{page_hash}_{self.digest}_L{layers[0]}-{layers[1]}{head}"
 
@@ -130,7 +134,8 @@ def page_buffer(
     """Allocate a buffer for stored pages; row n of its bytes is the content of page n's object.
 
     `layout` is the host layout of the SGLang process. `layers` lists the decoder layers of an
-    object, by default all. `tp` is the number of ranks, or of head groups in the whole model.
+    object, by default all. `tp` is the number of ranks. For objects that contain one head group,
+    `tp` is the number of head groups of the model.
 
     >>> page_buffer("Qwen3-8B", "page_first", pages=2, page=64).pages.shape
     (2, 9437184)

@@ -54,10 +54,11 @@ def describe_pools(
 ) -> EngineMemory:
     """Return the plan of V1's pools: tensors (blocks, layers, K and V, elements of a block).
 
-    `layers` lists the decoder layers of each pool, and `windows` the window of each pool or None
-    if it keeps all tokens. Both can be omitted if there is one pool. `dtype` is the dtype of the
-    cache, which the manager stores as bytes for fp8. For MLA, the third axis has size 1. `version`
-    is `tensorrt_llm.__version__` of the process that has the pools.
+    `layers` lists the decoder layers of each pool. `windows` lists the window of each pool, or None
+    for a pool that keeps all tokens. Both can be omitted if there is one pool. `dtype` is the dtype
+    of the cache; it may differ from the tensor's, because the manager stores an fp8 cache as bytes.
+    For MLA, the third axis has size 1. `version` is `tensorrt_llm.__version__` of the process that
+    has the pools.
 
     >>> import torch
     >>> kv = torch.zeros(9, 36, 2, 8 * 32 * 128, dtype=torch.bfloat16)

@@ -158,7 +158,7 @@ class _LookAtMask:
 
 
 class _CapturedStep:
-    """One decode step on fixed tensors, and its graph once it is captured."""
+    """One decode step on fixed tensors. After the step is captured, also its CUDA graph."""
 
     def __init__(self, forward: Any, cache: AtlasCache) -> None:
         batch, device = cache.batch, cache.batch.tables[0].device

@@ -88,8 +88,8 @@ class ConfiguredTier:
     def find_in_store(self, rows: set[bytes | None]) -> PrefixTier | None:
         """Open the store for lookups; None if it cannot be used.
 
-        `rows` contains the plans of the tier, as JSON, that the ranks reported; None stands for a
-        rank without a tier. If the ranks reported different plans, the store is not used, because
+        Each rank has reported its plan of the tier. `rows` contains the different plans, as JSON;
+        None stands for ranks without a tier. If there are several, the store is not used, because
         no block would be stored completely.
         """
         plan = rows.pop() if len(rows) == 1 else None

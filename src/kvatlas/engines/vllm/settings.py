@@ -207,7 +207,10 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def own_address(self) -> str:
-        """The engine's listening address, or its advertised one if it listens on all interfaces."""
+        """The address at which the engine listens.
+
+        If the engine listens on all interfaces, this is the address that it advertises.
+        """
         return self.reachable if self.listen in _WILDCARDS else self.listen
 
     @property

@@ -233,7 +233,7 @@ def _as_read(untouched: Any, effective: Any) -> Any:
 def _uses_long_rope(served: Any) -> bool:
     """Return whether vLLM uses the long factors of LongRoPE.
 
-    vLLM uses them if `max_model_len` exceeds the length of the original model.
+    vLLM uses them if `max_model_len` exceeds the context length of the original model.
     """
     text = getattr(served, "hf_text_config", None)
     rope = getattr(text, "rope_parameters", None)
