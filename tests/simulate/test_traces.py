@@ -68,7 +68,7 @@ def test_conversations_of_a_folder_share_no_ids_and_come_by_time(tmp_path: Path)
 def test_a_trace_that_lies_is_refused_with_its_line(tmp_path: Path) -> None:
     good = mooncake(1024, [1, 2])
     lies: list[tuple[Any, str]] = [
-        (mooncake(1024, [1]), "line 2: the number of ids does not match"),
+        (mooncake(1024, [1]), "line 2: the prompt must have one id for each block"),
         (mooncake(-5, []), "line 2: prompts and answers must have"),
         (mooncake(512, [1], output_length=-1), "line 2: prompts and answers must have"),
         (mooncake(512, [1], timestamp=-1), "line 2: the time of a request"),
@@ -92,7 +92,7 @@ def test_a_trace_that_lies_is_refused_with_its_line(tmp_path: Path) -> None:
 def test_a_conversation_that_lies_is_refused_with_its_line_and_request(tmp_path: Path) -> None:
     good = {"t": 0.0, "in": 128, "out": 1, "hash_ids": [1, 2]}
     lies: list[tuple[Any, str]] = [
-        (good | {"in": 500}, "the number of ids does not match"),
+        (good | {"in": 500}, "the prompt must have one id for each block"),
         (good | {"in": -5, "hash_ids": []}, "prompts and answers must have"),
         (good | {"t": -1.0}, "the time of a request"),
         (good | {"hash_ids": [None]}, "this is not a valid request"),

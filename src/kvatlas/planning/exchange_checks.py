@@ -116,7 +116,9 @@ def _check_references(document: DocumentData) -> None:
         for field in layer.fields:
             if field.region >= len(document.regions) or field.shard >= len(document.shards):
                 got = f"region {field.region} and shard {field.shard}"
-                problem = f"Field {field.name} of {layer.name} has no region or no shard"
+                problem = (
+                    f"The region or the shard of field {field.name} of {layer.name} does not exist"
+                )
                 raise bad_exchange(problem, got)
             pool = document.groups[layer.group].pool
             if pools.setdefault(field.region, pool) != pool:

@@ -84,8 +84,8 @@ class TraceBuilder:
         if ids is not None and len(ids) not in (whole, begun):
             raise bad_trace(
                 where,
-                f"the number of ids does not match the prompt in blocks of {self.block} tokens",
-                f"{len(ids)} ids for {length} tokens",
+                f"the prompt must have one id for each block of {self.block} tokens",
+                f"{len(ids)} ids for a prompt of {length} tokens",
                 f"Write {begun} ids, or pass the block size of the trace (--trace-block)",
             )
 
