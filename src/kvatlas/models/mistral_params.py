@@ -80,7 +80,7 @@ def _rename_quantisation(text: dict[str, Any]) -> None:
 
 
 def _rename_windows(text: dict[str, Any]) -> None:
-    """Replace a repeating list of windows per layer by `layer_types` and a single window."""
+    """Replace a list of windows, which repeats over the layers, by `layer_types` and one window."""
     windows, depth = text.get("sliding_window"), text.get("num_hidden_layers")
     if not isinstance(windows, list):
         return

@@ -333,12 +333,19 @@ class Fitting:
         return [one for one in held if held[one] <= min(held.values()) * _ALIKE]
 
     def _dcps(self, tp: int) -> Iterator[int]:
-        """Yield each dcp above 1 that vLLM supports if ranks hold copies of the cache."""
+        """Yield each dcp above 1 that vLLM supports, from the largest down.
+
+        Yields nothing if no two ranks hold copies of the same cache.
+        """
         copies = self._copies(tp)
         yield from (n for n in range(copies, 1, -1) if tp % n == 0 and self._vllm_takes(tp, n))
 
     def _with_dcp(self, topology: Topology) -> Iterator[Fit]:
-        """Yield the fit with the largest dcp that vLLM supports, if ranks replicate the cache."""
+        """Yield the fit with the largest dcp for which there is a plan, or nothing.
+
+        Only values of dcp above 1 that vLLM supports are tried. There are none if ranks do not
+        replicate the cache.
+        """
         fits = (self.on(replace(topology, dcp=dcp)) for dcp in self._dcps(topology.tp))
         yield from islice((fit for fit in fits if fit.plan is not None), 1)
 

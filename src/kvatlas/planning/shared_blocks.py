@@ -208,9 +208,10 @@ class SharedBlockSearch:
                 yield SharedBlock(int(tokens[at[i]]), int(nbytes[i]), splits, groups, waste)
 
     def _held(self, tokens: Numbers, in_flight: int) -> Numbers:
-        """Return the blocks per request in a group: an array [block size, kind of layer, length].
+        """Return how many blocks a request takes in a group.
 
-        `tokens` contains the block sizes. `_few_lengths` returns the request lengths.
+        The result is an array [block size, kind of layer, request length]. `tokens` contains the
+        block sizes. `_few_lengths` returns the request lengths.
         """
         lengths, dcp = self._few_lengths, self.request.dcp
         held = np.empty((len(tokens), len(self.kinds), len(lengths)), dtype=np.int64)

@@ -249,7 +249,7 @@ class Stream:
 
 
 def checked_range(start: Any, stop: Any, nbytes: int) -> tuple[int, int]:
-    """Return a byte range as ints; raise an error if it is not within a stream of `nbytes`."""
+    """Return a byte range as ints; raise an error unless it fits in `nbytes` bytes."""
     start, stop = integer(start, "the start"), integer(stop, "the stop")
     if not 0 <= start <= stop <= nbytes:
         problem = f"A range must be within the {nbytes} bytes of the stream"

@@ -218,7 +218,8 @@ class PagedIndexedLayer(PagedAttentionLayer):
     def mask_of_slots(self, lengths: Tensor) -> Tensor:
         """Return a mask [batch, 1, 1, slots] of the keys that `update_indexer` returns.
 
-        It is true for the keys of the first `lengths` tokens of each sequence.
+        `lengths` contains a number of tokens for each sequence. The mask is true for the keys of
+        this many first tokens.
         """
         count = self.key_table.ids.shape[1] * self.key_table.block
         return (torch.arange(count, device=lengths.device) < lengths.unsqueeze(1))[:, None, None]

@@ -22,11 +22,12 @@ _NAMES = {"base_model_name_or_path": None, "revision": None, "inference_mode": N
 
 
 def request_context(request: Any, tokens: int) -> bytes:
-    """Return a digest of the context of a request's first tokens; empty without a context.
+    """Return a digest of the context in which a request's first `tokens` tokens are computed.
 
-    The context is the adapter, salt, media and embeddings. Prefill and decode engine must compute
-    the same digest. Media are identified by vLLM's hashes. An adapter is identified by its files,
-    or by its name if the files cannot be read.
+    The context is the adapter, salt, media and embeddings. The result is empty for a request that
+    has none of them. The prefill engine and the decode engine must compute the same digest. Media
+    are identified by vLLM's hashes. An adapter is identified by its files, or by its name if the
+    files cannot be read.
     """
     about: dict[str, Any] = {
         "adapter": _adapter(getattr(request, "lora_request", None)),

@@ -2,8 +2,8 @@
 
 The first of these that exists determines the format: the caller's `dtype`, the config's
 quantisation section (or ModelOpt's hf_quant_config.json), a format in the checkpoint's name, and
-the dtype in the config. The total of a safetensors index or file is used unless the caller
-passed a dtype.
+the dtype in the config. The total number of bytes in a safetensors index or file is used unless
+the caller passed a dtype.
 """
 
 from __future__ import annotations
