@@ -101,7 +101,8 @@ def imported_on_first_use(
 ) -> Callable[[str], Any]:
     """Return a module's `__getattr__` that imports names from modules of `package` when first used.
 
-    A package uses it for names that plans and routes do not need, so that its import stays fast.
+    Packages use this function for names that plans and routes do not need. Importing a package
+    therefore stays fast.
     """
     module_of = {name: module for module, names in names_by_module.items() for name in names}
 

@@ -80,10 +80,10 @@ def budget(
 
 
 def _best(fitting: Fitting, gpus: Gpus, sizes: GivenSizes) -> Fit:
-    """Return the best fit with one pipeline stage per host, or else the best fit.
+    """Return the best fit with one pipeline stage per host; if there is none, the best of all fits.
 
-    With more stages, the CUDA graphs of each GPU take less memory. The estimate of this memory has
-    an error that is larger than the difference.
+    With more stages, the CUDA graphs of each GPU are estimated to take less memory. The difference
+    is smaller than the error of the estimate, so it is no reason for more stages.
     """
     plain = msgspec.structs.replace(sizes, pp=gpus.hosts)
     if sizes.pp is None and any(True for _ in plain.topologies(gpus)):

@@ -70,7 +70,7 @@ Row = dict[str, Any]
 def axes_of(texts: list[str]) -> dict[str, tuple[str, ...]]:
     """Parse the arguments of `--compare`: return the values to compare, by option.
 
-    If the text lists no values for an option, its tuple is empty, and `usual` returns its values.
+    An option without listed values has an empty tuple. `usual` returns the values to compare.
 
     >>> axes_of(["policy,tp", "pack=1,3"])
     {'policy': (), 'tp': (), 'pack': ('1', '3')}
@@ -89,10 +89,10 @@ def axes_of(texts: list[str]) -> dict[str, tuple[str, ...]]:
 
 
 def compared_plans(options: PlanOptions, axis: str, values: tuple[str, ...] = ()) -> list[Row]:
-    """Return one row of figures for each plan, one plan per value of the option `axis`.
+    """Make a plan with each value of the option `axis`, and return one row of figures per plan.
 
-    In each row, `ratio` is the number of decoding requests that fit, relative to the first row that
-    has a plan.
+    In each row, `ratio` is the number of decoding requests that fit, divided by this number in the
+    first row that has a plan.
     """
     check_memory_axis(options, axis)
     model = options.load()
@@ -113,8 +113,7 @@ def check_memory_axis(options: PlanOptions, axis: str) -> None:
 def compared_title(options: PlanOptions, model: Model, *axes: str) -> Text:
     """Return a title that names the model and the options that all compared plans share.
 
-    The options are ranks, memory and request length; options in `axes`, which are compared, are
-    left out.
+    The title can contain ranks, memory and request length. It omits the compared options, `axes`.
     """
     sizes = {name: getattr(options, name) for name in ("tp", "pp", "dp", "dcp") if name not in axes}
     parts = [f"{name} {n}" for name, n in sizes.items() if n and (n > 1 or name == "tp")]

@@ -105,7 +105,7 @@ def _weight(plan: Plan) -> int:
 
 
 def _planned(options: PlanOptions, changed: dict[str, object]) -> Plan | None:
-    """Return the plan with `changed` options; None if no such plan is possible."""
+    """Plan with `options`, some replaced by `changed`. Return None if no plan is possible."""
     try:
         return options.plan(**changed)
     except (AtlasError, typer.BadParameter):

@@ -37,7 +37,7 @@ of a topology (such as `tp 4`) per line."""
 class PlanOnMachine:
     """A plan and, if `--gpu` was given, the plan's fit on the GPUs.
 
-    Also contains fits on other topologies that serve more users.
+    `suggestions` are fits on other topologies that serve more users.
     """
 
     plan: Plan
@@ -60,7 +60,11 @@ class PlanOnMachine:
         return [headline(facts), *self.machine(), *plan_details(facts)]
 
     def answer(self) -> str:
-        """Return the sentence on the requests that fit: on all replicas, then on each."""
+        """Return a text on the number of requests that fit.
+
+        With several replicas, the text begins with the number for all replicas together, and
+        ends with the number for each replica.
+        """
         of_each = str(self.plan.summary()["answer"])
         if self.dp == 1:
             return of_each

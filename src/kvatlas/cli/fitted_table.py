@@ -16,9 +16,10 @@ _NARROWEST = 8
 class FittedTable(Table):
     """A `rich` table that wraps words and narrows gaps instead of cutting text.
 
-    `rich` cuts text in all columns if a table is too wide. This table first narrows the columns
-    that may wrap to their longest word, then the gap between columns from two blanks to one, and
-    finally breaks words in the columns that may wrap.
+    `rich` cuts text in all columns if a table is too wide. This table first narrows each column
+    that may wrap, down to the width of the column's longest word. If the table is still too wide,
+    the gap between columns shrinks from two blanks to one. Finally, words are broken in the columns
+    that may wrap.
     """
 
     def __init__(self) -> None:

@@ -70,7 +70,7 @@ def axes_of_hits(texts: list[str]) -> Axes:
 def hit_rows(options: PlanOptions, question: Question, axes: Axes) -> Iterator[Row]:
     """Simulate the trace with each value of each compared option, and yield one row per value.
 
-    If the plan of a value is refused, the row contains the reason instead of hit rates.
+    If planning or simulation fails for a value, the row contains the error instead of hit rates.
     """
     cost = _cost(options, question)
     for axis, given in axes:

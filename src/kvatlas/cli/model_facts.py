@@ -64,7 +64,9 @@ def grows(spec: AnySpec) -> float:
 
 
 def fixed(spec: AnySpec) -> int:
-    """Return the bytes that a request of any length needs in a layer's window, ring or state.
+    """Return the bytes that a layer's window, ring or state takes for one request.
+
+    These bytes do not depend on the length of the request.
 
     >>> from kvatlas.specs import SlidingAttention
     >>> fixed(SlidingAttention(heads=8, head_dim=128, window=128))

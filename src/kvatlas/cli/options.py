@@ -281,7 +281,10 @@ def takes_plan_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def takes_models(command: Callable[..., None]) -> Callable[..., None]:
-    """Do the same as `takes_plan_options`, for several models and a list of `PlanOptions`."""
+    """Add several models and the other plan options to a command's signature.
+
+    The command receives a list of `PlanOptions`, one for each model.
+    """
     several = inspect.Parameter(
         "models", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Annotated[list[str], MODELS]
     )

@@ -1,7 +1,7 @@
 """Options of the command line that control how a trace is replayed.
 
-Each field of `ReplayOptions` declares one option. The decorator `takes_replay_options` adds them to
-the signature of a command, and passes one `ReplayOptions` to the command as `replay`.
+Each field of `ReplayOptions` declares one option. The decorator `takes_replay_options` adds these
+options to the signature of a command, and passes one `ReplayOptions` to the command as `replay`.
 """
 
 from __future__ import annotations

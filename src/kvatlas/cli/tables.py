@@ -232,7 +232,7 @@ _RANKS = ("tp", "pp", "dp", "dcp")
 def comparison(axis: str, rows: list[Row]) -> Group:
     """Return a table with a row for each plan and, below it, the reasons why plans were refused.
 
-    The row that fits the most requests while decoding is highlighted.
+    The plan that fits the most decoding requests is highlighted.
     """
     ways = any(row["way"] for row in rows)
     plain_topologies = {None, *(f"{axis} {row['value']}" for row in rows)}

@@ -44,7 +44,7 @@ class PlanForTrace:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options in which the chosen plan differs from the options given by the user."""
+        """The options of the chosen plan that differ from the options given by the user."""
         return self.candidates.changes[self.tried[0].name]
 
     def facts(self) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ class Found:
 
 
 def look_up(page: PageDrawing, addresses: Int64s) -> Found:
-    """Find the field that each address belongs to, and the coordinates of the address in it.
+    """Find, for each address, the field that contains it and the coordinates in this field.
 
     >>> from kvatlas.maps.plan_drawing import draw_plan
     >>> from kvatlas.planning import plan

@@ -101,7 +101,8 @@ def sampled_groups(
     """Return sampled rows of all groups of the first stage; identical groups are sampled once.
 
     A row has at most `columns` samples. The largest contiguous piece of a field gets at least
-    `piece_columns` samples. If a row would then need more samples, only its beginning is sampled.
+    `piece_columns` samples. If a row would need more than `columns` samples for this, only the
+    row's beginning is sampled.
     """
     alike: dict[object, GroupRows] = {}
     for number in range(len(drawn.groups)):

@@ -48,10 +48,9 @@ def block_rows(page: Page, placed: Placement) -> Placement:
 
 
 def field_rows(view: Placement, *, keep: tuple[str, ...]) -> Placement:
-    """Return the rows to draw for a field that is stored apart from the others of its page.
+    """Return the rows to draw for a field that is stored separately from the page's other fields.
 
-    Axes in `keep` are always divided: B for the rows of a block, and B and L for the rows of a
-    page.
+    Axes in `keep` are always divided. To draw blocks, pass B. To draw pages, pass B and L.
 
     >>> k = Placement.packed([("L", 2), ("B", 9), ("H", 8), ("N", 16), ("C", 64)], item=2)
     >>> field_rows(k, keep=("B",))
@@ -65,11 +64,11 @@ def field_rows(view: Placement, *, keep: tuple[str, ...]) -> Placement:
 
 
 def page_rows(page: Page, placed: Placement) -> list[Placement]:
-    """Return the rows to draw for one page (one layer of a block), as items of placements.
+    """Return the rows to draw for one page (one layer of a block).
 
-    Usually one placement contains all rows. If fields span a whole contiguous page, there is a
-    placement for each field, or for each set of interleaved fields, and a separate placement for
-    padding.
+    The rows are the items of the returned placements. Usually one placement contains all rows. If
+    fields span a whole contiguous page, there is a placement for each field, or for each set of
+    interleaved fields, and a separate placement for padding.
 
     >>> from kvatlas.specs import FullAttention
     >>> page = FullAttention(heads=8, head_dim=64).page(16)
@@ -88,7 +87,8 @@ def page_rows(page: Page, placed: Placement) -> list[Placement]:
 def rows_of_blocks(plan: Plan, region: Region) -> list[Placement]:
     """Return the rows to draw for the blocks of a region.
 
-    There is one placement of rows of whole pages, or one for each field if fields are stored apart.
+    Usually there is one placement for all fields of the pages. If fields are stored separately,
+    there is one placement for each field.
     """
     blocks = plan.pools_by_stage[region.stage, plan.groups[region.group].pool].blocks
     if region.apart:
@@ -146,7 +146,7 @@ def _rows(placed: Placement, *, keep: tuple[str, ...], fewest: int = _FEWEST) ->
 
 
 def _together(count: int, most: int) -> int:
-    """Return the least number of items per part, for at most `most` equal parts of `count` items.
+    """Return the smallest part size that divides `count` items into at most `most` equal parts.
 
     >>> _together(16, 64), _together(2096, 64)
     (1, 131)

@@ -50,7 +50,7 @@ class RouteDrawing(msgspec.Struct, frozen=True, kw_only=True):
 def draw_route(source: Plan, destination: Plan, *, tokens: int | None = None) -> RouteDrawing:
     """Return the drawing of the route between two plans: counts of all runs, and runs to draw.
 
-    The runs copy a request of `tokens` tokens, or of the default number of `check()`.
+    The runs copy a request of `tokens` tokens. If `tokens` is None, `check()` chooses the number.
     """
     answer = check(source, destination, tokens=tokens)
     drawn = min(max(source.block_size, destination.block_size), answer.tokens)

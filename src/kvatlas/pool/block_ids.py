@@ -21,7 +21,7 @@ _MANY = 128
 
 
 class _AsArrays(NamedTuple):
-    """The per-block data of `BlockIds` as numpy arrays that share its memory."""
+    """The per-block data of a `BlockIds` as numpy arrays, which share memory with the data."""
 
     owners: NDArray[np.int32]
     kept: NDArray[np.bool_]
@@ -282,7 +282,7 @@ class BlockIds:
         self._let_go(ids)
 
     def _rest(self, idle: Int64s) -> None:
-        """Add kept blocks whose last owner is gone to the eviction queue, in the given order."""
+        """Add kept blocks that no longer have an owner to the eviction queue, in this order."""
         if self._eviction is None:
             raise AtlasError(
                 Code.CONTRADICTORY, "Keeping blocks for reuse requires an eviction policy",

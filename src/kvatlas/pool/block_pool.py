@@ -288,9 +288,9 @@ class BlockPool:
     def _release(self, parts: list[tuple[int, int, list[int]]], computed: int) -> None:
         """Release blocks of one pool by position, the last position first.
 
-        `parts` has, for each group in release order, the group, the table entry of its first block
-        and the blocks. The position of a block is its end in tokens. A recurrent state is at
-        `computed`, the number of computed tokens of the request.
+        `parts` contains a tuple for each group, in release order: (group, table entry of the first
+        block, blocks). The position of a block is the number of tokens up to the block's end. The
+        position of a recurrent state is `computed`, the number of computed tokens of the request.
         """
         parts = [part for part in parts if part[2]]
         if not parts:
@@ -378,7 +378,7 @@ class BlockPool:
         return max(0, stop - len(asked.tables[index]))
 
     def _copied(self, index: int, asked: _Request, tokens: int) -> list[int]:
-        """Return the table entries to copy before a write, because they are shared or kept."""
+        """Return the table entries whose blocks are shared or kept, so a write must copy them."""
         group, table = self.plan.groups[index], asked.tables[index]
         if tokens == asked.computed or group.kind in ("cross_attention", "ring"):
             return []
@@ -449,8 +449,9 @@ class BlockPool:
     def _window_runs(self, index: int, ends: list[int]) -> Iterator[tuple[int, int]]:
         """Yield (start, stop) for the table entries that windows need after each of `ends`.
 
-        Entries that several windows need are yielded once. Adjacent ranges are joined, unless the
-        pool limits the share of checkpoints, because the limit is checked for each checkpoint.
+        Entries that several windows need are yielded once. Adjacent ranges are joined. If the pool
+        limits the share of checkpoints, they stay separate, because the limit is checked for each
+        checkpoint.
         """
         group = self.plan.groups[index]
         joins = group.pool not in self._shares
@@ -478,8 +479,8 @@ class BlockPool:
     def _keep(self, index: int, chain: HashChain, first: int, blocks: list[int]) -> bool:
         """Publish a group's blocks from table entry `first` on. Return whether any is new.
 
-        A block that was computed again replaces its cached copy. The new block is evicted later
-        than its copy would have been.
+        A block that was computed again replaces the cached copy. The new block is evicted later
+        than the old copy would have been.
         """
         group, kept = self.plan.groups[index], False
         share = None if self._index.groups[index].keeps_all else self._shares.get(group.pool)

@@ -12,7 +12,7 @@ from kvatlas.pool.group_needs import keeps_all
 
 
 class CheckpointShare:
-    """The checkpoint blocks of a pool, `most` at most. The least recently used is evicted first."""
+    """At most `most` checkpoint blocks of a pool. The least recently used is evicted first."""
 
     def __init__(self, ids: BlockIds, most: int) -> None:
         self._ids, self.most = ids, most

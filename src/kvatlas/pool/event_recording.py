@@ -3,7 +3,7 @@
 The first line identifies the format. Each batch consists of its number (8 bytes), a flag that is 1
 if batches before it are missing (1 byte), its length in bytes (4 bytes) and its msgpack encoding.
 All integers are big-endian. The file contains the tokens of prompts, so it is as confidential as
-they are.
+the prompts.
 """
 
 from __future__ import annotations

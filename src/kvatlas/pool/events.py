@@ -1,10 +1,11 @@
 """KV events: messages about stored and evicted blocks, in the format of vLLM 0.32.
 
 Routers use them to find the engine that has cached a prompt's prefix. A batch is `[time, events,
-data-parallel rank]` in msgpack, and an event is a map with its type. A block hash covers everything
-up to the end of the block. Events contain 64 bits of the hash, as in vLLM. Each group of a hybrid
-model has separate events, with its number and kind, because a prefix is a hit only if all groups
-have the blocks that the next token needs. Received data is validated before it is used.
+data-parallel rank]` in msgpack, and an event is a map that includes the event's type. A block hash
+covers everything up to the end of the block. Events contain 64 bits of the hash, as in vLLM. Each
+group of a hybrid model has separate events, with the group's number and kind, because a prefix is a
+hit only if all groups have the blocks that the next token needs. Received data is validated before
+it is used.
 """
 
 from __future__ import annotations

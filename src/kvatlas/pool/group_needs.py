@@ -21,8 +21,8 @@ def first_needed(group: Group, tokens: int) -> int:
 def first_seen(plan: Plan, index: int, tokens: int) -> int:
     """Return the position of the first token to which all layers of a group attend.
 
-    The attending token is at position `tokens`. The result may be after `first_needed`, because a
-    group that keeps all tokens may contain layers with a window.
+    The attending token is at position `tokens`. The result may be greater than the result of
+    `first_needed`, because a group that keeps all tokens may contain layers with a window.
 
     >>> from kvatlas.planning import plan
     >>> made = plan("gpt-oss-20b", memory="20GiB", policy="uniform")

@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 class CallGuard:
     """A flag that one call at a time can hold.
 
-    A copy of the flag that `copy` or `pickle` makes is not held.
+    If `copy` or `pickle` duplicates the flag, no call holds the duplicate.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,9 @@
-"""Hashes of prefixes: equal if and only if everything up to the end of a block is equal.
+"""Hashes of prefixes that end where a block ends.
 
-In addition to tokens, the hash covers everything that requests must have in common: a salt (for
-tenants that must not share hits), the LoRA adapter and the identity of the weights. The digest of
-an image or audio clip is added to the hash of the block in which it begins.
+Two hashes are equal if and only if everything that they cover is equal. In addition to tokens, a
+hash covers everything that requests must have in common: a salt (for tenants that must not share
+hits), the LoRA adapter and the identity of the weights. The digest of an image or audio clip is
+added to the hash of the block in which it begins.
 """
 
 from __future__ import annotations

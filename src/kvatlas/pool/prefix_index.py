@@ -30,7 +30,7 @@ from kvatlas.pool.prefix_hash import TOKEN, HashChain
 
 
 class BlockName(msgspec.Struct, frozen=True, order=True, gc=False):
-    """The key of a cached block. Not tracked by the garbage collector, because there are many."""
+    """The key of a cached block. There are many, so the garbage collector does not track them."""
 
     row: bytes
     """The block's packed tokens up to the first image or audio clip; empty if `cut` is False."""

@@ -2,7 +2,8 @@
 
 Full attention keeps every block, so a request can continue after any of them. A recurrent layer can
 continue only where a copy of its state was kept, and a window only where its last blocks were kept.
-A checkpoint consists of both. Checkpoints cost memory, so a policy decides which to keep.
+A checkpoint consists of all states and window blocks that a request needs to continue at one block
+end. Checkpoints cost memory, so a policy decides which to keep.
 """
 
 from __future__ import annotations

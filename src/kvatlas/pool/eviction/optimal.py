@@ -9,7 +9,10 @@ from kvatlas.pool.eviction.base import Eviction, Ids, Rank, Use, by_value
 
 
 class Optimal(Eviction):
-    """Evict the entry whose next use is farthest away. Optimal if all entries have equal size."""
+    """Evict the entry whose next use is farthest away.
+
+    This is optimal if all entries have equal size.
+    """
 
     needs = ("next_use",)
 

@@ -55,7 +55,8 @@ class S3Fifo(Eviction):
     def victims(self, blocks: int, pinned: NDArray[np.bool_] | None) -> Ids:
         """Evict entries with at least `blocks` blocks in total, except pinned entries.
 
-        Entries of the small queue are evicted while it exceeds its share of all entries.
+        Entries of the small queue are evicted while this queue contains more than the fraction
+        `SHARE` of all entries.
         """
         found: list[int] = []
         aside: list[tuple[OrderedDict[int, int], int, int]] = []
