@@ -47,7 +47,7 @@ class Bundle:
     """The numbers of the groups, from 0."""
 
     def names(self, numbers: Ints) -> Ints:
-        """Return [group, number]: the elements of `_where` for these prefixes."""
+        """Return the elements of `_where` for these prefixes, as an array [group, number]."""
         return self.bases + numbers
 
     def first(self, tokens: int) -> int:

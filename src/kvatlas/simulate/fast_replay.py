@@ -1,9 +1,10 @@
 """`FastReplay`: `PoolReplay` that serves most requests at once instead of step by step.
 
-The order of evictions is the same if all blocks that a request evicts were unused before the
-request began. That is so if the pools have enough such blocks, and if eviction is LRU or the
-request releases kept blocks only at its end. Other requests are served step by step. Blocks that a
-request takes and releases without keeping them are counted, and get no ids.
+A request is served at once if this does not change the order of evictions: all blocks that the
+request evicts must have been unused before it began. For this, the pools need enough unused blocks.
+In addition, either eviction is LRU or the request releases kept blocks only at its end. Other
+requests are served step by step. Blocks that a request takes and releases without keeping them are
+counted, and get no ids.
 """
 
 from __future__ import annotations
@@ -131,7 +132,10 @@ class FastReplay(PoolReplay):
             ids.queue(_joined(blocks))
 
     def _in_turn(self, released: list[Released]) -> list[Released]:
-        """Return the ranges to release together: those of a pool, or in vLLM of one class."""
+        """Return lists of ranges; the ranges in a list are released together.
+
+        They are all ranges of a pool or, by vLLM's rules, the range of one layer class.
+        """
         if self.policy.by_group:
             return [[one] for ranges in released for one in ranges]
         return [ranges for ranges in released if ranges]
@@ -214,8 +218,8 @@ class FastReplay(PoolReplay):
     ) -> None:
         """Count the blocks that a step releases and takes.
 
-        The step computes tokens computed .. stop - 1. `held` is the number of blocks of each pool
-        that the request owns without ids.
+        The step computes tokens computed .. stop - 1. `held` contains, for each pool, the number of
+        blocks without ids that the request owns.
         """
         left: list[Released] = [[] for _ in self._ids]
         copied: list[Released] = []

@@ -112,12 +112,13 @@ def simulate(
     The default checkpoint policy is `branch-points`. Requests are served as `BlockPool` serves
     them. Plans of other policies than atlas are simulated as in vLLM, if eviction is LRU: groups
     release their blocks one after the other, recurrent groups allocate a state per step, and
-    recomputed blocks are kept twice. `by_group=True` simulates every plan in
-    this way, and `by_group=False` no plan.
+    recomputed blocks are kept twice. With `by_group=True`, every plan is simulated in this way;
+    with `by_group=False`, no plan is.
 
     `eviction="optimal"` uses the future of the trace. If every layer keeps all tokens, this policy
-    is Belady's rule. Otherwise nothing is replayed: the rates are upper bounds for all checkpoint
-    and eviction policies (`upper_bound`), and no blocks are counted.
+    is Belady's rule. If a layer does not keep all tokens, the trace is not replayed: the rates are
+    upper bounds for all checkpoint and eviction policies (see `upper_bound`), and no blocks are
+    counted.
 
     By default, requests run one after the other. With `arrivals`, they overlap in time, and active
     requests hold their blocks. Evicted blocks move to the first of `tiers` (plans by name), and

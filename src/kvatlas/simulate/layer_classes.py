@@ -60,7 +60,10 @@ class PoolModel:
 
     @classmethod
     def of(cls, plan: Plan, *, by_group: bool = False) -> PoolModel:
-        """Return the properties of a plan. With `by_group`, only consecutive groups are a class."""
+        """Return the properties of a plan.
+
+        With `by_group`, groups belong to one layer class only if they are consecutive in the plan.
+        """
         if not reuses_prefixes(plan):
             problem = "The plan must support prefix caching, because hits are simulated"
             got = f"a plan of {plan.model} with prefix_caching=False"

@@ -5,8 +5,8 @@ differs from `BlockPool` in two ways, which make it fast: a block is found by th
 prefix in the trace instead of a hash, and alike groups are processed together, as arrays. Tests
 compare it with `BlockPool`, request by request.
 
-Plans of vLLM are replayed by vLLM's rules (`ReplayPolicy.by_group`). Other tests compare these with
-vLLM's own manager.
+Plans of vLLM are replayed by vLLM's rules (`ReplayPolicy.by_group`). Other tests compare such
+replays with vLLM's own manager.
 """
 
 from __future__ import annotations
@@ -269,7 +269,8 @@ class PoolReplay(ReplayCache):
     def _release(self, pool: int, parts: list[tuple[_Table, int, int]], computed: int) -> None:
         """Release entries (table, start, stop) by position, the last position first.
 
-        As in vLLM, each group releases its entries after those of the groups before it.
+        By vLLM's rules (`ReplayPolicy.by_group`), release the entries of one group after the other
+        instead.
         """
         every, positions = [], []
         if self.policy.by_group:

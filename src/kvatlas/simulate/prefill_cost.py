@@ -28,8 +28,8 @@ _ACTIVE = re.compile(r"-A(\d+(?:\.\d+)?)B\b", re.IGNORECASE)
 class PrefillCost:
     """A cost model of prefill: how many FLOPs the tokens of a prompt take.
 
-    A token takes `per_token` FLOPs. `pairs` contains the additional FLOPs for each key to which a
-    token attends.
+    A token takes `per_token` FLOPs. For each item (window, FLOPs) of `pairs`, it also takes these
+    FLOPs for each key to which the token attends in the window.
 
     >>> cost = PrefillCost(per_token=10.0, pairs=((None, 2.0), (4, 1.0)))
     >>> cost.flops(np.array([0, 10]), np.array([10, 12]))

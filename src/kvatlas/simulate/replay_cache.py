@@ -1,11 +1,11 @@
 """`ReplayCache`: the cached blocks of all pools in a replay, by content.
 
-A prefix of the trace that ends where a block ends has a number for each block size. `_where` maps
-(group, number) to a block id. Recurrent groups keep few prefixes, so they have rows in `_where`:
+For each block size, the prefixes that end where a block ends are numbered. `_where` maps (group,
+number) to a block id. Recurrent groups keep few prefixes, so they have rows in `_where`:
 `Bundle.row_of` maps a number to a row, which has an element for each group.
 
-As in `BlockPool`, a block that is computed again replaces its cached copy. As in vLLM
-(`ReplayPolicy.by_group`), both are kept, and a hit uses the oldest.
+If a cached block is computed again, the new block replaces it, as in `BlockPool`. With
+`ReplayPolicy.by_group`, both are kept and a hit uses the oldest, as in vLLM.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class ReplayCache:
         return self._where[start : start + bundle.groups]
 
     def _row(self, bundle: Bundle, number: int) -> Ints:
-        """Return the elements of `_where` for a state, which gets a row unless it has one."""
+        """Return the elements of `_where` for a state. If the state has no row yet, it gets one."""
         row = int(bundle.row_of[number])
         if row < 0:
             if not bundle.rows:
@@ -245,7 +245,7 @@ class ReplayCache:
     def _keep(self, bundle: Bundle, names: Ints, blocks: Ints) -> None:
         """Keep blocks as the content of these elements of `_where`.
 
-        A block that was computed again replaces its cached copy, or is kept beside it as in vLLM.
+        A block that was computed again replaces the cached copy. By vLLM's rules, both are kept.
         """
         pool = bundle.one.pool
         names, blocks = names.ravel(), blocks.ravel()
@@ -265,7 +265,11 @@ class ReplayCache:
         self._ids[pool].keep(blocks)
 
     def _add(self, pool: int, names: Ints, blocks: Ints, before: NDArray[np.int32]) -> None:
-        """Record new blocks. Where another block `before` has the content, it stays the first."""
+        """Record new blocks that do not replace cached copies.
+
+        `before` contains, for each new block, the first cached block with the same content, or a
+        negative number if there is none. The first block stays the first.
+        """
         self._names[pool][blocks] = names
         there = before >= 0
         new = ~there

@@ -55,7 +55,10 @@ class ReplayIds(BlockIds):
             self._arrays.woken[blocks] = True
 
     def make_free(self, count: int) -> None:
-        """Evict blocks until `count` blocks are free, if all blocks in use are pinned."""
+        """Evict blocks until `count` blocks are free.
+
+        The caller must pin all blocks in use before, so that they are not evicted.
+        """
         if count > self._waiting:
             woken = None if self.is_lru else self._arrays.woken
             self._let_go(self._eviction.victims(count - self._waiting, woken))

@@ -8,7 +8,7 @@ from kvatlas.simulate.traces import Ints
 
 
 class SeenSpans:
-    """The most recently requested spans, at most `most`: `SeenPrefixes` for numbered spans."""
+    """At most `most` spans that were requested last: like `SeenPrefixes`, for numbered spans."""
 
     def __init__(self, spans: int, most: int) -> None:
         self._most = most

@@ -166,7 +166,10 @@ class TieredReplay(PoolReplay):
         return asked
 
     def _needed(self, found: CachedPrefix) -> Iterator[tuple[Bundle, Ints, Ints]]:
-        """Yield bundle, entries and [group, entry] of `_where` for the cached prefix."""
+        """Yield (bundle, table entries, elements of `_where`) for the cached prefix.
+
+        The elements of `_where` are an array [group, entry].
+        """
         for bundle in self._bundles:
             numbers, stop = found.cuts[bundle.block], found.hit // bundle.block
             if bundle.state:
@@ -199,7 +202,7 @@ class TieredReplay(PoolReplay):
         return True
 
     def _leave_tiers(self, names: Ints) -> None:
-        """Remove those of these blocks that are in a lower tier."""
+        """Remove blocks from the lower tiers. Blocks that are in no lower tier are ignored."""
         where = self._where[names]
         lower = where >= LOWER
         if np.count_nonzero(lower):

@@ -126,7 +126,7 @@ def _reuse(
 def _percentiles(values: NDArray[Any]) -> dict[str, Any]:
     """Return the percentiles p50, p90, p99 and max of the values, by name.
 
-    For example, p90 is the smallest of the values that at least 90% of the values do not exceed.
+    For example, p90 is the smallest value that is at least as large as 90% of the values.
 
     >>> _percentiles(np.arange(1, 101))
     {'p50': 50, 'p90': 90, 'p99': 99, 'max': 100}

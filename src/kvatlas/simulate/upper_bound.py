@@ -2,10 +2,10 @@
 
 A request that continues after n spans needs every attention span before n, the windows before n and
 the states after n. Each of these entries must have been kept since the previous request that
-contains it, because no later request could have stored it. So a hit occupies, for each entry, its
-blocks from the previous request to this one. The bound is the largest number of tokens whose
-entries fit into the pools at all times: between two requests, and together with the blocks of a
-running request.
+contains it, because no later request could have stored it. So a hit occupies the blocks of each
+entry from the previous request to this one. The bound is the largest number of tokens whose entries
+fit into the pools at all times: between two requests, and together with the blocks of a running
+request.
 
 This packing problem is relaxed by a price per block and moment (Lagrangian duality). With given
 prices every request chooses its best hit by itself, and the sum of all gains plus the price of all
@@ -14,8 +14,8 @@ and the lowest sum is the result.
 
 How many blocks a running request needs depends on the engine, so some requests are served by one
 engine and refused by another. Such a request takes blocks only if it has a hit. Three
-simplifications only raise the bound: an entry may be stored by every request that contains it, even
-if that request continued after it or was refused, a refused request takes no blocks, and layers
+simplifications only raise the bound. An entry may be stored by every request that contains it, even
+if that request continued after the entry or was refused. A refused request takes no blocks. Layers
 with chunked attention are assumed to need no blocks.
 """
 
@@ -214,7 +214,7 @@ def _blocks(model: PoolModel, pool: int, needs: str) -> int:
 
 
 def _running_blocks(model: PoolModel, trace: Trace, step_tokens: int) -> tuple[Ints, Ints]:
-    """Return [pool, request]: the fewest and the most blocks of a running request.
+    """Return the fewest and the most blocks of running requests, as two arrays [pool, request].
 
     Every engine holds the blocks of full attention and a state. It may also hold the blocks of
     windows, and the states of a step of `step_tokens` tokens.
@@ -245,8 +245,8 @@ def upper_bound(
     """Return an upper bound of the number of spans that requests find in the pools.
 
     The bound holds for all checkpoint and eviction policies of engines whose steps have at most
-    `step_tokens` tokens. `values` contains, for each request, the weight of one of its spans; by
-    default 1.
+    `step_tokens` tokens. With `values`, each span that request i finds counts as `values[i]` spans
+    instead of one.
     """
     given = np.ones(len(trace)) if values is None else values
     if all(one.visibility.chunk or one.visibility.window == 1 for one in model.classes):

@@ -90,7 +90,10 @@ class _Reader:
     def _requests(
         self, name: str, text: bytes, raws: list[msgspec.Raw], unknown: Counter[str]
     ) -> Iterator[tuple[str, TraceRequest]]:
-        """Yield (file, line and number as a text, request) for each request of a file."""
+        """Yield (place, request) for each request of a file.
+
+        The place is a text with the file, the line and the number of the request.
+        """
         end, line, counted = max(text.find(b'"requests"'), 0), 1, 0
         for number, raw in enumerate(raws, 1):
             begin = text.find(raw, end)  # `raw` is a part of `text`, after the previous one

@@ -1,9 +1,9 @@
 """Infer the requests of one engine from the blocks that it stores.
 
-A request's prompt consists of the blocks that the engine stores first for it, and of the blocks of
-their prefix, which were cached before. Blocks continue the request if they follow its last block
-and are stored soon after it: several at once belong to the prompt, and single blocks belong to the
-answer. All other blocks belong to other requests.
+A request's prompt may begin with blocks that were cached before. After them come the blocks that
+the engine stores first for the request. More blocks continue the request if they follow its last
+block and are stored soon after it: several at once belong to the prompt, and single blocks belong
+to the answer. All other blocks belong to other requests.
 """
 
 from __future__ import annotations

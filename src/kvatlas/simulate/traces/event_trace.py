@@ -146,9 +146,10 @@ class EventTraceBuilder:
     # -- requests -----------------------------------------------------------------------
 
     def _let_go(self, *, everything: bool = False) -> None:
-        """Add requests to the trace in order of arrival, until one may still continue.
+        """Add requests to the trace in order of arrival. Stop at one that may still continue.
 
-        If `everything` is true, add all requests.
+        While more than `MOST_OPEN` requests wait, the oldest is added even if it may continue. If
+        `everything` is true, all requests are added.
         """
         longest = max(PAUSE, self._builder.block / SLOWEST)
         while self._waiting and (

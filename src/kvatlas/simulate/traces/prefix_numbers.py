@@ -93,8 +93,8 @@ class PrefixNumbers:
     def repeated_ids(self) -> int:
         """Return how many distinct prefixes end with an id that also ends another prefix.
 
-        The first prefix that ends with an id is not counted. The result is 0 if ids identify
-        prefixes.
+        For each id, the first prefix that ends with it is not counted. The result is 0 if no two
+        prefixes end with the same id.
         """
         ids = np.concatenate([*self._ids, np.empty(0, np.uint64)])
         return len(ids) - len(np.unique(ids))

@@ -170,7 +170,7 @@ class TraceBuilder:
         return trace.chosen(np.argsort(times, kind="stable")) if len(late) else trace
 
     def _remarks(self) -> list[str]:
-        """Return sentences for the user about unusual ids, and missing ids and arrival times."""
+        """Return sentences for the user about unusual ids, missing ids and missing times."""
         told = []
         if repeated := self._numbers.repeated_ids():
             told.append(
