@@ -31,8 +31,8 @@ def check_runs(
     >>> check_runs(np.array([0, 60]), np.array([8, 8]), np.zeros(64, np.uint8))
     Traceback (most recent call last):
     kvatlas.errors.AtlasError: A byte range extends outside the buffer. Got runs of 8 to 8 bytes \
-that start at 0..60, in a buffer of 64 bytes. Pass pools by index, each as large as in the plan. \
-[out_of_bounds]
+that start at 0..60, in a buffer of 64 bytes. Pass one buffer per pool of the plan, each \
+with the size of its pool. [out_of_bounds]
     """
     _check_buffer(buffer, written=written)
     at, length = _offsets(starts), _offsets(length)
@@ -135,5 +135,5 @@ def _offsets(given: Places) -> Int64s:
 
 
 def _outside_buffer(got: str) -> AtlasError:
-    hint = "Pass pools by index, each as large as in the plan"
+    hint = "Pass one buffer per pool of the plan, each with the size of its pool"
     return AtlasError(Code.OUT_OF_BOUNDS, got=got, hint=hint)

@@ -182,7 +182,7 @@ def check_known_version(package: str, known: Iterable[str], given: str | None = 
 
     >>> check_known_version("sglang", ["0.5.23"], "0.4.0")
     Traceback (most recent call last):
-    kvatlas.errors.AtlasError: This version of sglang has not been compared with kvatlas. \
+    kvatlas.errors.AtlasError: This version of sglang was not tested with kvatlas. \
 Got sglang 0.4.0. Use one of 0.5.23. [engine_refuses]
     """
     try:
@@ -192,7 +192,7 @@ Got sglang 0.4.0. Use one of 0.5.23. [engine_refuses]
     if version not in known:
         raise AtlasError(
             Code.ENGINE_REFUSES,
-            f"This version of {package} has not been compared with kvatlas",
+            f"This version of {package} was not tested with kvatlas",
             got=f"{package} {version}",
             hint=f"Use one of {', '.join(known)}",
         )

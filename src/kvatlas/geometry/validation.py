@@ -157,8 +157,8 @@ def _neighbours(parts: Mapping[str, Placement]) -> list[list[str]]:
 def _one_step(parts: list[Placement]) -> list[Placement]:
     """Remove the outer axes that all parts share, such as the blocks of a pool.
 
-    An axis is removed only if all parts fit into one step along it. If the parts of one step are
-    valid, the parts of every step are valid.
+    An axis is removed only if the bytes that all parts reach at one coordinate do not extend beyond
+    its stride. The parts are then valid at every coordinate if they are valid at one.
     """
     parts = [part.folded() for part in parts]
     while parts and all(part.axes for part in parts):

@@ -65,7 +65,9 @@ def write_states(
         expected = (len(blocks[0]), *_shape(parts, name, conv))
         if tuple(state.shape) != expected:
             problem = f"The state of field {name!r} must be of shape {expected}"
-            hint = "Pass [sequences, ...] in the field's axis order, and all parts of the layer"
+            hint = (
+                "Pass all parts of the layer, and states [sequences, ...] in the field's axis order"
+            )
             raise AtlasError(Code.BAD_TENSOR, problem, got=f"shape {tuple(state.shape)}", hint=hint)
         for rows in _part_ranges(parts, blocks, name, conv):
             rows.held[rows.ids] = rows.of(state).to(rows.view.dtype)

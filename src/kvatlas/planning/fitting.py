@@ -288,7 +288,7 @@ class Fitting:
     def fits(self, gpus: Gpus, sizes: GivenSizes = ANY) -> Iterator[Fit]:
         """Yield the fits in all topologies with the given sizes, in no particular order.
 
-        If `dcp` is not given, only values that vLLM supports are tried. Where `ep` is open, it
+        If `dcp` is not given, only values that vLLM supports are tried. If `ep` is not given, it
         is tp x dp or 1, whichever takes less memory.
         """
         positive(gpus.number, "the number of GPUs")

@@ -38,8 +38,8 @@ class RequestEnds:
     def states(self, pair: GroupPair, chunk: int | None = None) -> CommonStates:
         """Return the states to copy between two groups.
 
-        If `chunk` is given, the states are extended to whole chunks of `chunk` states. The blocks
-        at both ends are checked and marked as used.
+        If `chunk` is given, the states are extended to whole chunks of `chunk` states. The source's
+        and the destination's blocks of these states are checked and marked as used.
         """
         if pair.per_state is None:
             states = self._recurrent(pair)

@@ -230,7 +230,7 @@ class ReplayCache:
         return self._elements(bundle, row)
 
     def _elements(self, bundle: Bundle, row: int) -> Ints:
-        """Return the elements of `_where` of a row."""
+        """Return the indices into `_where` at which a row's blocks are recorded."""
         elements: Ints = bundle.each + (bundle.base + int(row) * bundle.groups)
         return elements
 

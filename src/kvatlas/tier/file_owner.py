@@ -45,7 +45,9 @@ def lock_file(fd: int, path: Path) -> None:
         raise AtlasError(Code.TWICE, problem, got=path, hint=hint) from None
     forget_path(socket_beside(path))
     if not FileUse(fd).wait_for_others():
-        problem = "Clients of a process that has ended are still using the tier's file"
+        problem = (
+            "The process that served this tier's file has ended, but its clients still use the file"
+        )
         hint = "Try again, or check which processes have the file open"
         raise AtlasError(Code.TWICE, problem, got=path, hint=hint)
 

@@ -43,7 +43,7 @@ class RowLookup:
     def kept(
         self, group: int, ends: Sequence[tuple[int, bytes]], deadline: Deadline, *, whole: bool
     ) -> list[bool]:
-        """Return, for each prefix in `ends`, whether a group stores the row that ends with it.
+        """Return, for each prefix in `ends`, whether a group stores the row of its last block.
 
         A prefix of a request is given as (length, key): its number of tokens, and the key of its
         last block. With `whole`, all objects of the row must exist. Otherwise the first object

@@ -235,7 +235,7 @@ class RowTraffic:
         problem = "The store must return a list with one result per object"
         results = f"{len(answers)} results" if isinstance(answers, list) else type(answers).__name__
         got = f"{results} for {len(asked)} objects"
-        hint = "Check that the store implements ObjectStore, and the version of its client"
+        hint = "Check that the store implements ObjectStore, and update its client"
         raise AtlasError(Code.WIRE_FAILED, problem, got=got, hint=hint)
 
     def zero(self, row: RowName, number: int, rows: StagedRows) -> None:

@@ -262,13 +262,13 @@ class StoreTier(AnyTier):
         whole: bool = False,
         other: bool = False,
     ) -> list[bool]:
-        """Return, for each prefix in `ends`, whether a group stores the row that ends with it.
+        """Return, for each prefix in `ends`, whether a group stores the row of its last block.
 
         A prefix of a request is given as (length, key): its number of tokens, and the key of its
         last block. Unless `whole` is set, the row may lack objects that other ranks have yet to
-        store. With `other`, only rows of the other cache dtype are searched, because a request is
-        always served from rows of one dtype. If the store fails, the miss is counted and the error
-        raised.
+        store. A request is always served from rows of one cache dtype: those of this tier's dtype
+        or, with `other`, those of the dtype that the tier can convert. If the store fails, the
+        miss is counted and the error raised.
         """
         with self._storage.using():
             deadline = Deadline(self.timeout)

@@ -180,8 +180,8 @@ class Security:
             Code.BAD_HANDSHAKE,
             "The peer's key does not belong to the name that the peer uses",
             got=f"name {name!r} with a key for {', '.join(sorted(proved or ())) or 'no name'}",
-            hint="Set name= to a name in the peer's certificate, or give the peer its own secret "
-            "in peers=",
+            hint="In the peer, set name= to a name in its certificate. With peers=, check that it "
+            "uses the secret listed for its name",
         )
 
     def check_role(self, name: str, act: Literal["pull", "push"]) -> None:

@@ -148,8 +148,8 @@ def _check_lengths(*given: Sequence[Any]) -> None:
     if len({len(one) for one in given}) > 1:
         raise AtlasError(
             Code.BAD_TENSOR,
-            "`pools`, `layers` and `windows` must have one entry for each pool",
-            got=" and ".join(str(len(one)) for one in given),
+            "The lists `pools`, `layers` and `windows` must have equal lengths",
+            got="lengths " + ", ".join(str(len(one)) for one in given),
             hint="List the decoder layers and the window of each pool",
         )
 

@@ -193,8 +193,8 @@ def masked_otherwise() -> AtlasError:
     """Return the error for a mask that hides more than left padding."""
     return AtlasError(
         Code.ENGINE_REFUSES,
-        "Paged attention supports padding only on the left of the prompt",
-        got="padding after other tokens, or padding tokens that another attention implementation "
-        "stored in the cache",
+        "Paged attention supports padding only on the left of the prompt, and only if no padding "
+        "token is in the cache",
+        got="a mask that hides other tokens",
         hint='Pad on the left, or use attn_implementation="sdpa" for the whole request',
     )

@@ -1,7 +1,8 @@
 """Copies of runs between two addresses of a device, in one launch (see `address_runs`).
 
-A run is a contiguous range of bytes. Its offset is the sum of two offsets that the kernel looks up
-in short tables, starts and spans. A million runs therefore need only a few kilobytes of tables.
+A run is a contiguous range of bytes. The kernel adds two offsets to get the offset of a run: one
+from a short table of starts, and one from a short table of spans. A million runs therefore need
+only a few kilobytes of tables.
 These copies are intended for caches of other processes, which have addresses but no tensors.
 """
 

@@ -42,7 +42,10 @@ class PrefillCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BackendChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A backend that the engine selects, under some conditions, instead of its choice on Hopper."""
+    """A backend that the engine selects on some chips or for some models.
+
+    The backends in `instead_of` are those that it would select on Hopper by default.
+    """
 
     chips: tuple[str, ...] = ()
     """Chips on which the engine selects it; empty for every chip."""

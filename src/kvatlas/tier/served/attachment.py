@@ -199,7 +199,7 @@ def _which(path: Path) -> tuple[int, int, int] | None:
 
 def _gone(path: Path) -> AtlasError:
     problem = "The tier's server disconnected"
-    hint = "Repeat the call: it connects to the next server"
+    hint = "Retry: the call connects to the process that serves the tier by then"
     return AtlasError(Code.PEER_LOST, problem, got=f"socket {path}", hint=hint)
 
 

@@ -185,7 +185,7 @@ class TierServer:
         if self._closing and isinstance(question, _BEGINNINGS):
             problem = "The tier's server is shutting down"
             got = f"a request of type {type(question).__name__}"
-            hint = "Repeat the call: it connects to the next server"
+            hint = "Retry: the call connects to the process that serves the tier by then"
             raise AtlasError(Code.PEER_LOST, problem, got=got, hint=hint)
         if isinstance(question, m.Attach):
             return self._attach(question, caller)

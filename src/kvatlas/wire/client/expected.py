@@ -316,8 +316,8 @@ class ExpectedRequests:
     def _count(self, expected: Expected, one: Announcement, needed: int) -> None:
         """Record that a rank's part was read.
 
-        After the last part, raise an error unless all parts together have `needed` bytes. Then the
-        request is ready.
+        After the last part, the request becomes ready if all parts together have `needed` bytes.
+        Otherwise an error is raised.
         """
         rank = one.peer.rank
         with self._lock:

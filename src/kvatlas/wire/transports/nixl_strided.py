@@ -1,8 +1,8 @@
 """Describe runs to NIXL as strided rows of possible positions, and indices into these rows.
 
-A row (address, length, device, stride, count) stands for `count` descriptors. Runs of one length on
-a grid need one row for the whole pool, and one index per run. Only runs of other lengths or at
-other positions get separate rows.
+A row (address, length, device, stride, count) stands for `count` descriptors. Runs of equal length
+whose positions are multiples of one stride need a single row for the whole pool, and one index per
+run. All other runs get separate rows.
 """
 
 from __future__ import annotations

@@ -118,7 +118,8 @@ def receive_descriptors(
 ) -> tuple[socket.socket, list[int]]:
     """Connect to a server of the same user. Return (connection, received file descriptors).
 
-    Raise an error if the server has not replied by `deadline` or within `HANDSHAKE_SECONDS`.
+    The server must reply before `deadline`, and within `HANDSHAKE_SECONDS`; otherwise an error is
+    raised.
     """
     begun = time.monotonic()
     deadline = min(deadline, begun + HANDSHAKE_SECONDS)
