@@ -73,10 +73,18 @@ class TieredOracle:
             for end in reversed(whole)
             for cls in reversed(range(len(self.classes)))
         ]
-        self.come(hit, mine)
-        new = [name for name in mine if name not in self.entries]
+        used = [name for name in mine if len(name[1]) <= hit]
+        computed = [name for name in mine if len(name[1]) > hit]
+        loaded = [name for name in used if name not in self.entries]
+        self.come(hit, used)
         for pool, blocks in enumerate(self.blocks):
-            self.evict(pool, blocks - held[pool] - self.cost(new, pool), set(mine))
+            self.evict(pool, blocks - self.cost(loaded, pool), set(used))
+        self.entries += loaded
+        for pool, blocks in enumerate(self.blocks):
+            self.evict(pool, blocks - held[pool] - self.cost(computed, pool), set(used))
+        # What is computed again replaces its older copy, which was there until now.
+        for tier in self.below:
+            tier[:] = [name for name in tier if name not in computed]
         self.entries = [name for name in self.entries if name not in mine] + mine
         return hit
 
@@ -96,16 +104,15 @@ class TieredOracle:
         )
 
     def come(self, hit: int, names: list[Name]) -> None:
-        """A request is about to use these entries."""
+        """A request is about to use these entries, which are those of its hit."""
         lowest = [0] * hit
         for depth, tier in enumerate(self.below, 1):
             for name in [name for name in names if name in tier]:
                 tier.remove(name)
                 end = len(name[1])
-                if end <= hit:
-                    lowest[end - self.step : end] = [
-                        max(depth, before) for before in lowest[end - self.step : end]
-                    ]
+                lowest[end - self.step : end] = [
+                    max(depth, before) for before in lowest[end - self.step : end]
+                ]
         self.found.append([lowest.count(depth) for depth in range(1 + len(self.below))])
 
     def cost(self, names: list[Name], pool: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvatlas.errors import AtlasError
@@ -33,6 +33,8 @@ def random_tiers(dice: Random, classes: int, least: int, most: int) -> list[Lowe
 
 @settings(max_examples=5_000 if DEEP else 30, deadline=None)
 @given(seed=st.integers(0, 1 << 32))
+@example(seed=209)
+@example(seed=13889498)
 def test_tiers_find_what_a_cache_of_single_tokens_finds(seed: int) -> None:
     """With full attention in one or two pools, in which a running request fits."""
     dice = Random(seed)  # noqa: S311
