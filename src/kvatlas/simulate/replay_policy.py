@@ -18,8 +18,8 @@ class ReplayPolicy:
     eviction: str = "lru"
     checkpoints: Checkpoints = field(default_factory=EveryBlock)
     by_group: bool = False
-    """Whether groups allocate and release their blocks as in vLLM: one group after the other,
-    states by step, and recomputed blocks beside their cached copies."""
+    """Whether vLLM's rules apply: groups allocate and release their blocks one after the other, and
+    states at each step. Recomputed blocks then do not replace their cached copies."""
 
 
 @dataclass
